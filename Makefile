@@ -1,0 +1,118 @@
+# Everything runs from here. `make help` lists the targets; both `make demo` and `make test` set up all that they need.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/.stamps
+
+RUST_SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust -name target -prune -o \( -name '*.rs' -o -name Cargo.toml \) -print 2>/dev/null)
+MATURIN := env -u CONDA_PREFIX VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/maturin
+
+# uv installs torch in seconds; plain pip does the same work in minutes, and is used where uv itself cannot be installed.
+HAS_UV = [ -x $(VENV)/bin/uv ]
+UV_PIP = $(VENV)/bin/uv pip install --python $(PY)
+PIP = $(PY) -m pip install --disable-pip-version-check
+
+export HF_HUB_OFFLINE := 1
+
+##@ Use
+
+.PHONY: help
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+.PHONY: demo
+demo: $(STAMPS)/wheel ## Run the demo: one batch, four behaviours, a fourth adapter swapped in while it runs
+	@$(VENV)/bin/hotslot demo
+
+.PHONY: build
+build: $(STAMPS)/wheel ## Build the package in release mode and install it into .venv
+
+##@ Check
+
+.PHONY: test
+test: test-rust test-python ## Run all tests: Rust, doc tests, loom, pytest
+
+.PHONY: test-rust
+test-rust: $(STAMPS)/tools ## Run the Rust tests, the doc tests and the loom models
+	@echo "== rust: tests and doc tests"
+	@if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace --all-features; else cargo test --workspace --all-features --lib --bins --tests; fi
+	@cargo test --workspace --all-features --doc
+	@echo "== rust: loom explores the thread interleavings of the slot word and the directory"
+	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p hotslot-core --release --test 'loom*'
+
+.PHONY: test-python
+test-python: $(STAMPS)/wheel $(STAMPS)/test ## Run pytest; ARGS='-k route' passes arguments on
+	@echo "== python: tests"
+	@$(PY) -m pytest $(ARGS)
+
+.PHONY: lint
+lint: $(STAMPS)/wheel $(STAMPS)/test ## Run rustfmt, clippy, ruff, mypy --strict and stubtest
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --all-features -- -D warnings
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PY) -m mypy.stubtest hotslot._core --allowlist tests/stubtest_allowlist.txt
+
+.PHONY: format
+format: $(STAMPS)/test ## Format Rust and Python in place
+	cargo fmt --all
+	$(VENV)/bin/ruff check --fix-only --quiet .
+	$(VENV)/bin/ruff format .
+
+.PHONY: wheel
+wheel: $(STAMPS)/tools ## Build the abi3 wheel into dist/ and check what is in it
+	$(MATURIN) build --release --out dist
+	$(PY) tests/wheel_contents.py dist
+
+##@ Longer
+
+.PHONY: adapters
+adapters: $(STAMPS)/wheel $(STAMPS)/test ## Train the demo's four adapters again (ten minutes)
+	$(PY) examples/train_adapters.py
+
+.PHONY: clean
+clean: ## Remove build results and .venv (the model stays in the user's cache)
+	rm -rf target dist $(VENV) python/hotslot/_core*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# --- set-up, each step once -------------------------------------------------------------------------------------------------
+
+# First line of each message: what is missing. Second: what to do.
+define CHECK_TOOLS
+fail() { printf '\nhotslot: %s\n         %s\n\n' "$$1" "$$2" >&2; exit 1; }; \
+command -v $(PYTHON) >/dev/null || fail "no $(PYTHON) found; Python 3.10 or newer is needed" "install it, or name one: make PYTHON=/path/to/python3 ..."; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$$($(PYTHON) --version) found; Python 3.10 or newer is needed" "name a newer one: make PYTHON=/path/to/python3.12 ..."; \
+$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || fail "$(PYTHON) has no venv module" "on Debian and Ubuntu: apt-get install python3-venv"; \
+command -v cargo >/dev/null && command -v rustc >/dev/null || fail "no cargo and rustc found; Rust 1.88 or newer is needed" "install it from https://rustup.rs, then open a new shell"; \
+rustc --version | awk '{split($$2, v, "."); exit !(v[1] > 1 || v[2] >= 88)}' || fail "$$(rustc --version) found; Rust 1.88 or newer is needed" "rustup update stable"; \
+command -v cc >/dev/null || fail "no C compiler (cc) found; Rust links with it" "on Debian and Ubuntu: apt-get install build-essential"
+endef
+
+$(STAMPS)/tools:
+	@$(CHECK_TOOLS)
+	@echo "== set-up 1/3: .venv with the build tools"
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --quiet uv || echo "hotslot: uv could not be installed; pip will be used (slower)"
+	@if $(HAS_UV); then $(UV_PIP) --quiet 'maturin>=1.9,<2'; else $(PIP) --quiet --upgrade 'pip>=25.1' 'maturin>=1.9,<2'; fi
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/demo: pyproject.toml | $(STAMPS)/tools
+	@echo "== set-up 2/3: torch and transformers (5.6 GB on disk; half a minute with uv, three minutes with pip)"
+	@if $(HAS_UV); then $(UV_PIP) -r pyproject.toml --extra demo; else $(PIP) '.[demo]'; fi
+	@touch $@
+
+$(STAMPS)/test: pyproject.toml | $(STAMPS)/tools
+	@echo "== set-up: what the tests and the linters need"
+	@if $(HAS_UV); then $(UV_PIP) --group test; else $(PIP) --group test; fi
+	@touch $@
+
+$(STAMPS)/wheel: $(RUST_SOURCES) pyproject.toml | $(STAMPS)/tools $(STAMPS)/demo
+	@echo "== set-up 3/3: the package, release build (half a minute when nothing is built yet)"
+	@$(MATURIN) develop --release $$( $(HAS_UV) && echo --uv || true )
+	@touch $@

@@ -1,0 +1,112 @@
+"""What `attach` puts onto a model, and `detach` takes off again: hooks and two instance attributes, nothing else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import DeviceError, PoolError
+from .hooks import CallEnd, CallGate, SiteHook, generating, remove_inert
+from .ops import register_site
+from .sites import ModelSite, is_tower
+
+if TYPE_CHECKING:
+    from .model import AttachedModel
+
+_UIDS = itertools.count()
+_OWN_ATTRIBUTES = ("generate", "__deepcopy__")
+
+
+def check_attachable(model: torch.nn.Module, sites: Sequence[ModelSite]) -> None:
+    """Refuse a model that has a pool already, or whose layers are not where the pool will be.
+
+    Raises:
+        PoolError: The model, or a part of it, is attached.
+        DeviceError: A layer is not on the CPU.
+    """
+    for path, module in model.named_modules():
+        if any(isinstance(hook, SiteHook) for hook in module._forward_hooks.values()):
+            raise PoolError(f"{path or type(model).__name__} has a hotslot pool attached; detach it before attaching another")
+    for found in sites:
+        for parameter in itertools.chain(found.module.parameters(recurse=False), found.module.buffers(recurse=False)):
+            if parameter.device.type != "cpu":
+                raise DeviceError(
+                    f"{found.site.path} is on {parameter.device}; this version serves models on the CPU: move it with model.to('cpu')",
+                    call="attach",
+                )
+            break
+
+
+class Attachment:
+    """The hooks of one attached model."""
+
+    def __init__(self, lora: AttachedModel, model: torch.nn.Module, sites: Sequence[ModelSite]) -> None:
+        remove_inert(model)
+        if "torch._dynamo" in sys.modules:
+            # A graph compiled before never sees new hooks.
+            torch.compiler.reset()
+        self._model = model
+        self.hooks: list[SiteHook] = []
+        """The hook of each site, in the pool's order; also what keeps them findable from compiled graphs."""
+        self._handles: list[Any] = []
+        gate = model.register_forward_pre_hook(CallGate(lora), with_kwargs=True)
+        end = model.register_forward_hook(CallEnd(lora), with_kwargs=True, always_call=True)
+        self._handles += [gate, end]
+        for index, found in enumerate(sites):
+            hook = SiteHook(lora, found, index, lora.weights.site_kernel(index), next(_UIDS), is_tower(found.site.path))
+            register_site(hook.uid, hook)
+            self.hooks.append(hook)
+            self._handles.append(found.module.register_forward_hook(hook, with_kwargs=True))
+        generate = getattr(model, "generate", None)
+        if callable(generate):
+            model.__dict__["generate"] = _Generate(lora, generate)
+        model.__dict__["__deepcopy__"] = functools.partial(_copy_unattached, model)
+
+    def remove(self) -> None:
+        """Leave the model as it was before."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name in _OWN_ATTRIBUTES:
+            self._model.__dict__.pop(name, None)
+        self.hooks.clear()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+
+
+class _Generate:
+    """`model.generate` that takes `adapter_names=` and lets beams multiply the rows."""
+
+    def __init__(self, lora: AttachedModel, generate: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, generate)
+        self._lora = lora
+        self._generate = generate
+
+    def __call__(self, *args: Any, adapter_names: Sequence[Any] | None = None, **kwargs: Any) -> Any:
+        with generating():
+            if adapter_names is None:
+                return self._generate(*args, **kwargs)
+            with self._lora.route(adapter_names):
+                return self._generate(*args, **kwargs)
+
+
+def _copy_unattached(model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    """A deepcopy of an attached model: an unattached one."""
+    own = getattr(type(model), "__deepcopy__", None)
+    if own is not None:
+        twin: torch.nn.Module = own(model, memo)
+        for name in _OWN_ATTRIBUTES:
+            twin.__dict__.pop(name, None)
+    else:
+        twin = type(model).__new__(type(model))
+        memo[id(model)] = twin
+        state = {name: value for name, value in model.__dict__.items() if name not in _OWN_ATTRIBUTES}
+        twin.__setstate__(copy.deepcopy(state, memo))
+    remove_inert(twin)
+    return twin

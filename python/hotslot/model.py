@@ -1,0 +1,415 @@
+"""`attach`: a slot pool on a live model, and the calls that load, route, replace and unload its adapters."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from ._core import Loaded, LoraWeights, SlotInfo, check_adapter_name
+from .adapters import ModelAdapters
+from .attachment import Attachment, check_attachable
+from .errors import AdapterNotFoundError, ClosedError, LeaseError, PoolError, RouteError, SlotBusyError
+from .hooks import Process
+from .loads import SharedLoads
+from .pool import allocate, check_limits
+from .report import LoadReport
+from .routing import BASE, Lease, Route, StaticRoute, check_rows
+from .sites import choose
+from .source import Prepared, Source, SourceReader, key_of, opened, wanted_sites
+
+_POLL_SECONDS = 0.002
+
+BASE_CACHE_ID = "hs1:base"
+"""The content identity of a row without an adapter."""
+
+
+def attach(
+    model: torch.nn.Module,
+    adapters: Mapping[str, Source] | None = None,
+    *,
+    max_loras: int = 8,
+    max_rank: int = 64,
+    pool_dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    sites: str | Iterable[str] = "auto",
+    unrouted: Literal["base", "error"] = "base",
+) -> AttachedModel:
+    """Give `model` a pool of adapter slots, by forward hooks; no module is replaced and no base weight copied.
+
+    Args:
+        model: Any torch module on the CPU; a transformers model also gets `adapter_names=` on call and `generate`.
+        adapters: Startup adapters, name -> PEFT folder or `(tensors, config)`. They take the first slots, are pinned, and the
+            first of them is the active adapter.
+        max_loras: Slots in the pool.
+        max_rank: The largest rank that a slot has room for, 1 to 256.
+        pool_dtype: What the weights are stored in; "float32" is exact, "bfloat16" rounds F32 and F16 files (reported).
+        sites: Which layers get room: "auto" (the family's attention and MLP projections, and what startup adapters target;
+            every linear of an unknown family), "all-linear", or layer names.
+        unrouted: What a call outside any route does: run the base model, or raise `RouteError`.
+
+    Returns:
+        The attached model's adapters. Everything is allocated here and nothing grows with use.
+
+    Raises:
+        PoolError: The model is attached already, or `max_loras` has no room for the startup adapters.
+        RouteError: `sites` names no layer, or one that hooks cannot serve.
+        AdapterError: A startup adapter is refused; the model is left unattached.
+
+    Example:
+        >>> layer = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        >>> lora = attach(layer, max_loras=2, max_rank=4)
+        >>> [slot.state for slot in lora.slots()]
+        ['empty', 'empty']
+        >>> lora.detach()
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise PoolError(f"attach takes a torch.nn.Module; found {type(model).__name__}")
+    startup = dict(adapters or {})
+    check_limits(max_loras, max_rank, pool_dtype, len(startup))
+    if unrouted not in ("base", "error"):
+        raise RouteError(f"unrouted={unrouted!r}; expected 'base' or 'error'")
+    chosen = choose(model, sites, wanted_sites(startup.values(), model) if sites == "auto" else ())
+    check_attachable(model, chosen)
+    weights = allocate([found.site for found in chosen], max_loras, max_rank, pool_dtype, pinned=len(startup))
+    lora = AttachedModel(model, weights, unrouted)
+    for slot, (name, source) in enumerate(startup.items()):
+        lora._load_startup(slot, name, source)
+    lora._attachment = Attachment(lora, model, chosen)
+    return lora
+
+
+class AttachedModel(ModelAdapters):
+    """A model's adapters; made by `attach`. All methods may be called from any thread.
+
+    Attributes:
+        weights: The `LoraWeights` underneath: slots, tables, counts.
+        reports: name -> report of its last load.
+        unrouted: What a call outside any route does, "base" or "error".
+    """
+
+    def __init__(self, model: torch.nn.Module, weights: LoraWeights, unrouted: str) -> None:
+        self.weights = weights
+        self.reports: dict[str, LoadReport] = {}
+        self.unrouted = unrouted
+        self._model_name = type(model).__name__
+        self._reader = SourceReader(weights, model)
+        self._attachment: Attachment | None = None
+        self._closed = False
+        self._loads: SharedLoads[tuple[int, str | None]] = SharedLoads()
+        self._replacing: set[str] = set()
+        self._process = Process()
+        self._live = 0  # entered routes
+        self._live_mutex = threading.Lock()
+
+    # --- routing ---------------------------------------------------------------------------------------------------------
+
+    def route(self, rows: Sequence[Any] | None = None, *, tokens: Sequence[Any] | None = None) -> Route:
+        """Bind each row of a batch to an adapter, as a context manager.
+
+        Args:
+            rows: One selector per row: an adapter's name, a slot >= 0, a lease, None or -1 (the active adapter, or base when
+                there is none), `BASE`, or a dict of selectors with weights.
+            tokens: Instead of rows: one selector per token of a packed batch.
+
+        Raises:
+            RouteError: No rows, or a selector that is none. On entering: an empty slot.
+            AdapterNotFoundError: On entering: an unknown name.
+            SlotBusyError: On entering: the adapter is being loaded.
+        """
+        self._check_open()
+        if (rows is None) == (tokens is None):
+            raise RouteError("route takes either rows or tokens=: one selector per row, or one per token of a packed batch")
+        return Route(self, check_rows(rows if tokens is None else tokens), per_token=tokens is not None)
+
+    def static_route(self, max_tokens: int) -> StaticRoute:
+        """A route whose buffers keep their addresses, for captured graphs; fill it with `set(rows)`."""
+        self._check_open()
+        return StaticRoute(self, max_tokens)
+
+    def lease(self, selector: Any) -> Lease:
+        """Hold a reference on an adapter, by name, slot, or None for the active one, until the lease is released.
+
+        Raises:
+            AdapterNotFoundError: No slot holds the name.
+            RouteError: The slot is empty or out of range, or no adapter is active.
+        """
+        self._check_open()
+        if isinstance(selector, type(BASE)):
+            raise RouteError("base needs no lease; lease an adapter by name or slot")
+        slot = self._acquire(selector)
+        if slot < 0:
+            raise RouteError("no adapter is active; lease one by name")
+        info = self.weights.slot_info(slot)
+        return Lease(self, slot, info.name, info.generation)
+
+    # --- loading ---------------------------------------------------------------------------------------------------------
+
+    def load(self, source: Source, name: str) -> tuple[int, str | None]:
+        """Load an adapter into a cache slot without touching the active one.
+
+        Args:
+            source: A PEFT folder, or `(tensors, config)`.
+            name: What requests call it, `[A-Za-z0-9][A-Za-z0-9_./-]{0,127}`.
+
+        Returns:
+            The slot, and the name of the adapter evicted for it (None if a slot was free).
+
+        Raises:
+            AdapterError: The source is refused; nothing was changed.
+            PoolFullError: Every cache slot has references.
+        """
+        return self._promote(source, name, activate=False)
+
+    def promote_lora_from_disk(
+        self, directory: str | os.PathLike[str], name: str, *, activate: bool = True
+    ) -> tuple[int, str | None]:
+        """Load an adapter into a cache slot and make it active; see `load` for the rest.
+
+        A resident name with equal content is found where it is; with other content it is replaced (see `replace`).
+
+        Raises:
+            SlotBusyError: The active adapter has references, so the rotation is refused before anything is loaded.
+        """
+        return self._promote(directory, name, activate=activate)
+
+    def swap_lora_from_disk(self, directory: str | os.PathLike[str], name: str, slot: int) -> int:
+        """Put an adapter into a given slot; see `ModelAdapters.swap_lora_from_disk`."""
+        self._check_open()
+        return self._load(
+            name,
+            directory,
+            ("swap", slot),
+            lambda adapter: self.weights.pack_store_into_slot(slot, name, adapter.pairs, adapter.config, known=adapter.known),
+        )[0]
+
+    def replace(self, name: str, source: Source) -> int:
+        """Give a resident name new weights under load: running requests finish on the old, new ones get the new.
+
+        Args:
+            name: A resident adapter.
+            source: A PEFT folder, or `(tensors, config)` with torch tensors or arrays (an RL loop's weight sync).
+
+        Returns:
+            The slot that holds the new weights.
+
+        Raises:
+            AdapterNotFoundError: The name is not resident.
+            PoolFullError: No slot is free and the old one is busy.
+        """
+        self._check_open()
+        if self.weights.slot_of(name) is None:
+            raise self._not_found(name)
+        return self._load(
+            name,
+            source,
+            ("replace",),
+            lambda adapter: self.weights.replace(name, adapter.pairs, adapter.config, known=adapter.known),
+        )[0]
+
+    def set_active_lora(self, name: str) -> int:
+        """Make a resident adapter the active one; see `ModelAdapters.set_active_lora`."""
+        self._check_open()
+        return self.weights.set_active(name)
+
+    def unload(self, name: str, *, wait: bool = False, deferred: bool = False, timeout: float | None = None) -> None:
+        """Take an adapter out of its slot.
+
+        Args:
+            name: A resident adapter.
+            wait: Wait until its references are returned; other calls and all compute go on meanwhile.
+            deferred: Take the name away at once and let the slot empty when its last reference is returned.
+            timeout: Seconds to wait at most.
+
+        Raises:
+            AdapterNotFoundError: The name is not resident.
+            SlotBusyError: It has references, and neither `wait` nor `deferred` was given, or the time ran out; nothing changed.
+        """
+        self._check_open()
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                self._loads.run(name, ("unload", deferred), lambda: (self.weights.unload(name, deferred), None))
+                self.reports.pop(name, None)
+                return
+            except SlotBusyError:
+                if not wait or (end is not None and time.monotonic() >= end):
+                    raise
+            time.sleep(_POLL_SECONDS)
+
+    # --- what there is ---------------------------------------------------------------------------------------------------
+
+    def slots(self) -> list[SlotInfo]:
+        """Every slot as it is now: name, state, ref_count, last_used, generation, rank, nbytes, pinned."""
+        return self.weights.slot_infos()
+
+    def cache_id(self, selector: Any = None) -> str:
+        """The content identity of what a selector names: equal on every replica and after a reload; `hs1:base` for base.
+
+        Raises:
+            AdapterNotFoundError, RouteError: As in `lease`.
+        """
+        slot = -1 if isinstance(selector, type(BASE)) else self._acquire(selector)
+        if slot < 0:
+            return BASE_CACHE_ID
+        try:
+            return str(self.weights.slot_info(slot).cache_id)
+        finally:
+            self._release(slot)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `detach` was called."""
+        return self._closed
+
+    def detach(self) -> None:
+        """Take the pool off the model, which is then bit for bit what it was before. A second call does nothing.
+
+        Raises:
+            SlotBusyError: A route is entered or a lease is held.
+        """
+        with self._live_mutex:
+            if self._closed:
+                return
+            busy = [slot for slot in self.weights.slot_infos() if slot.ref_count]
+            if self._live or busy:
+                names = ", ".join(f"{slot.name} ({slot.ref_count})" for slot in busy) or "base rows only"
+                raise SlotBusyError(
+                    f"detach with {self._live} routes entered and references on {names}; leave the routes and release the leases first"
+                )
+            self._closed = True
+        if self._attachment is not None:
+            self._attachment.remove()
+        self.weights.close()
+
+    def adapter_id_for(self, slot: int) -> int:
+        """See `ModelAdapters.adapter_id_for`."""
+        self._check_open()
+        return self.weights.adapter_id_for_slot(slot)
+
+    def acquire_adapter_slot(self, slot: int) -> int:
+        """See `ModelAdapters.acquire_adapter_slot`; the raw pair for engines, leases are the safe way."""
+        self._check_open()
+        return self.weights.acquire_slot(slot)
+
+    def release_adapter_slot(self, resolved: int) -> None:
+        """See `ModelAdapters.release_adapter_slot`."""
+        self.weights.release_slot(resolved)
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"AttachedModel({self._model_name}, detached)"
+        return f"AttachedModel({self._model_name}, {len(self.weights.adapter_names())} of {self.weights.max_loras} slots filled)"
+
+    # --- for routes, leases and hooks ------------------------------------------------------------------------------------
+
+    def _acquire(self, selector: str | int | None) -> int:
+        """A counted slot for a name or slot, or the active one for None (-1 where none is active); raises if there is none."""
+        if isinstance(selector, str):
+            slot = self.weights.acquire_by_name(selector)
+            if slot < 0:
+                if selector in self._replacing:
+                    raise SlotBusyError(
+                        f"adapter {selector!r} is being replaced in its own slot, as no other was free; try again in a moment",
+                        name=selector,
+                    )
+                raise self._not_found(selector)
+            return slot
+        if selector is None or selector == -1:
+            while True:
+                slot = self.weights.acquire_slot(-1)
+                if slot >= 0:
+                    return slot
+                info = self.weights.active_info()
+                if info is None:
+                    return -1
+                if info.state == "loading":
+                    raise SlotBusyError(f"the active slot {info.slot} is being loaded; try again when it is ready", slot=info.slot)
+        slot = self.weights.acquire_slot(selector)
+        if slot < 0:
+            held = f"slots 0 to {self.weights.max_loras - 1}" if selector >= self.weights.max_loras else "a slot that holds an adapter"
+            raise RouteError(f"slot {selector} cannot be routed to: found it empty, loading or out of range; expected {held}", slot=selector)
+        return slot
+
+    def _release(self, slot: int) -> None:
+        self.weights.release_slot(slot)
+
+    def _route_entered(self) -> None:
+        with self._live_mutex:
+            self._check_open()
+            self._live += 1
+
+    def _route_left(self) -> None:
+        with self._live_mutex:
+            self._live -= 1
+
+    def _check_process(self) -> None:
+        self._process.check()
+
+    # --- loading, inside -------------------------------------------------------------------------------------------------
+
+    def _load_startup(self, slot: int, name: str, source: Source) -> None:
+        self._load(
+            name,
+            source,
+            ("startup", slot),
+            lambda adapter: self.weights.pack_slot(slot, name, adapter.pairs, adapter.config, known=adapter.known),
+        )
+
+    def _promote(self, source: Source, name: str, *, activate: bool) -> tuple[int, str | None]:
+        self._check_open()
+        if activate:
+            self.weights.check_rotation()
+        return self._load(
+            name,
+            source,
+            ("promote", activate),
+            lambda adapter: self.weights.promote(name, adapter.pairs, adapter.config, activate=activate, known=adapter.known),
+        )
+
+    def _load(
+        self, name: str, source: Source, what: tuple[Any, ...], into_pool: Callable[[Prepared], Loaded]
+    ) -> tuple[int, str | None]:
+        """Open a source, fit it to the pool, and let `into_pool` move it; threads that ask for the same share one load."""
+        check_adapter_name(name)
+
+        def operation() -> tuple[int, str | None]:
+            with opened(source) as adapter:
+                prepared = self._reader.prepare(adapter)
+                with self._replaces(name):
+                    loaded = into_pool(prepared)
+            self._reader.remember(prepared, loaded.cache_id)
+            if loaded.evicted is not None:
+                self.reports.pop(loaded.evicted, None)
+            prepared.report.rounded, prepared.report.digest = loaded.rounded, loaded.cache_id
+            self.reports[name] = prepared.report
+            return loaded.slot, loaded.evicted
+
+        return self._loads.run(name, (*what, key_of(source)), operation)
+
+    @contextmanager
+    def _replaces(self, name: str) -> Iterator[None]:
+        """Inside, a resident `name` that cannot be acquired is busy, not unknown: its slot may be rewritten in place."""
+        if self.weights.slot_of(name) is None:
+            yield
+            return
+        self._replacing.add(name)
+        try:
+            yield
+        finally:
+            self._replacing.discard(name)
+
+    def _not_found(self, name: str) -> AdapterNotFoundError:
+        known = tuple(self.weights.adapter_names())
+        listed = ", ".join(known) if known else "none"
+        return AdapterNotFoundError(
+            f"no adapter named {name!r} is resident; resident are: {listed}; load it with load(source, {name!r})", name=name, known=known
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the pool of {self._model_name} was detached; attach the model again")

@@ -1,0 +1,63 @@
+"""Plain torch: the oracle that the kernels are checked against, and the path that autograd follows.
+
+    out[t] + sum over (s, w) of row(t) of  w * scale[s] * (x[t] A[s]^T) B[s]^T        x [T, in], A [r, in], B [out, r]
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .._core import LoraWeights
+    from ..routing import Route
+
+
+def pair_views(weights: LoraWeights, slot: int, index: int) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """A [r, in] and B [out, r] of a slot at a site as views of the pool's memory, and the scale; None without a pair."""
+    cells = weights.pair_cells(slot, index)
+    if cells is None:
+        return None
+    a_address, b_address, rank, scale = cells
+    site = weights.sites[index]
+    dtype = torch.bfloat16 if weights.pool_dtype == "bfloat16" else torch.float32
+    a = _view(a_address, rank, _round8(site.in_features), dtype)[:, : site.in_features]
+    b = _view(b_address, site.out_features, _round8(rank), dtype)[:, :rank]
+    return a, b, scale
+
+
+def lora_delta(x: torch.Tensor, weights: LoraWeights, index: int, route: Route) -> torch.Tensor:
+    """The adapters' part for `x` [T, in], f32 [T, out], differentiable in `x`."""
+    site = weights.sites[index]
+    tokens, rows = x.shape[0], route.plan.entries()
+    delta = torch.zeros(tokens, site.out_features, dtype=torch.float32)
+    x = x.float()
+    for rank_in_row in range(max((len(row) for row in rows), default=0)):
+        by_slot: dict[tuple[int, float], list[int]] = {}
+        for token in range(tokens):
+            row = rows[token * len(rows) // tokens]
+            if rank_in_row < len(row):
+                by_slot.setdefault(row[rank_in_row], []).append(token)
+        for (slot, weight), members in by_slot.items():
+            pair = pair_views(weights, slot, index)
+            if pair is None:
+                continue
+            a, b, scale = pair
+            where = torch.tensor(members)
+            # Copies: autograd keeps them for backward, when the slot may already hold another adapter.
+            a32, b32 = a.to(torch.float32, copy=True), b.to(torch.float32, copy=True)
+            part = (x[where] @ a32.T) @ b32.T
+            delta = delta.index_add(0, where, part * (weight * scale))
+    return delta
+
+
+def _round8(width: int) -> int:
+    return (width + 7) // 8 * 8
+
+
+def _view(address: int, rows: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+    count = rows * stride
+    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype, count=count).view(rows, stride)

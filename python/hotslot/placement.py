@@ -1,0 +1,373 @@
+"""Where an adapter's tensors go in one model: sites, shapes, ranks, scales."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+from .audit import Audit, Roles
+from .errors import AdapterConfigError, AdapterShapeError, RankError
+from .extras import FEATURES, BaseCopy, Extras, ResolvedPair, ResolvedSaved, ResolvedTokens, ResolvedVector
+from .keys import HostTree, Key, Role, layer_of, listed
+from .patterns import PatternTable
+from .report import IgnoredTensor, LoadReport
+
+_A, _B = (Role.A, "weight"), (Role.B, "weight")
+_EMBEDDING_A, _EMBEDDING_B = (Role.EMBEDDING_A, "weight"), (Role.EMBEDDING_B, "weight")
+_VOCABULARY = frozenset(("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "shared"))
+
+
+class SiteLike(Protocol):
+    """A layer that can take an adapter: `_core.Site`, or anything with the same attributes."""
+
+    @property
+    def path(self) -> str:
+        """The module's full path."""
+
+    @property
+    def kind(self) -> Any:
+        """One of "linear", "conv1d", "embedding", "router", "expert"."""
+
+    @property
+    def in_features(self) -> int:
+        """Columns of A; the tokens of an embedding."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of B; the width of an embedding."""
+
+
+class Placement:
+    """One adapter against one list of sites.
+
+    Args:
+        audit: The adapter's audit, for what its tensors are.
+        sites: The sites, in the pool's order.
+        index: Site paths to their place in it.
+        host: All of the model's module paths.
+        max_rank: The pool's limit.
+        strict: Refuse an adapter of which some modules do not fit.
+        vocab_size: Rows of the model's embedding, if known.
+    """
+
+    def __init__(
+        self,
+        audit: Audit,
+        sites: Sequence[SiteLike],
+        index: Mapping[str, int],
+        host: HostTree,
+        max_rank: int,
+        strict: bool,
+        vocab_size: int | None,
+    ) -> None:
+        self.audit, self.adapter, self.config = audit, audit.adapter, audit.config
+        self.sites, self.index, self.host = sites, index, host
+        self.max_rank, self.strict, self.vocab_size = max_rank, strict, vocab_size
+        self.rank_patterns, self.alpha_patterns = PatternTable(self.config.rank_pattern), PatternTable(self.config.alpha_pattern)
+        self.report = LoadReport(warnings=list(self.adapter.warnings))
+        self.extras = Extras(
+            invocation_tokens=self.config.alora_invocation_tokens, ensure_weight_tying=self.config.ensure_weight_tying
+        )
+
+    def place(self, modules: Mapping[str, Roles]) -> list[ResolvedPair]:
+        """The pairs, sorted by site; `extras` and `report` are filled on the way.
+
+        Raises:
+            AdapterShapeError: Modules that the model lacks or that have no room, or other shapes than the model's.
+            AdapterConfigError: A rank other than the config's, or tensors that contradict the config's flags.
+            RankError: A rank above the limit.
+        """
+        placed = self._by_site(modules)
+        pairs = self._pairs(placed)
+        for index in sorted(placed):
+            for key in placed[index].values():
+                self._place_extra(index, key)
+        self._check_completeness(pairs)
+        self._check_added_tokens()
+        self._check_hints(modules)
+        plain = [pair for pair in pairs if _kind(self.sites[pair.site_index]) not in ("embedding", "router")]
+        self.extras.embeddings = [pair for pair in pairs if _kind(self.sites[pair.site_index]) == "embedding"]
+        self.extras.routers = [pair for pair in pairs if _kind(self.sites[pair.site_index]) == "router"]
+        self._fill_report(pairs, placed)
+        return plain
+
+    def _by_site(self, modules: Mapping[str, Roles]) -> dict[int, Roles]:
+        """The tensors of each site; copies of base weights need none."""
+        placed: dict[int, Roles] = {}
+        absent: list[str] = []
+        roomless: list[str] = []
+        for module, roles in modules.items():
+            path = self.host.find(module)
+            copies = [key for key in roles.values() if key.role is Role.BASE_COPY and self.audit.feature_of(key) is None]
+            self._skip_copies(copies, path)
+            rest: Roles = {role: key for role, key in roles.items() if key not in copies}
+            if not rest:
+                continue
+            site = None if path is None else self.index.get(path)
+            if path is None or site is None:
+                (absent if path is None else roomless).append(module)
+                reason = "the model has no such module" if path is None else "the pool has no room for its module"
+                self.report.ignored += [IgnoredTensor(key.tensor, reason, self._nbytes(key)) for key in rest.values()]
+                continue
+            if site in placed:
+                self.audit.refuse_twins(next(iter(placed[site].values())).tensor, next(iter(rest.values())).tensor, path)
+            if path != module:
+                self.report.renamed.append((module, path))
+            placed[site] = rest
+        if (absent or roomless) and (self.strict or not placed):
+            self._refuse_unplaced(absent, roomless, bool(placed))
+        return placed
+
+    def _refuse_unplaced(self, absent: list[str], roomless: list[str], any_placed: bool) -> NoReturn:
+        """Say which modules do not fit, of what kinds, and what the model has in their place."""
+        names = absent or roomless
+        kinds = Counter(module.rpartition(".")[2] for module in names)
+        known = ", ".join(list(Counter(site.path.rpartition(".")[2] for site in self.sites))[:12]) or "none"
+        shown = ", ".join(f"{kind} x{count}" for kind, count in kinds.most_common(8))
+        if absent:
+            what, fix = "the model does not have", f"expected paths as in the model, whose adapted modules are {known}"
+            layers = [layer for module in absent if (layer := layer_of(module)) is not None]
+            hosts = [layer for site in self.sites if (layer := layer_of(site.path)) is not None]
+            if layers and hosts and max(layers) > max(hosts):
+                fix += f"; its last layer is {max(hosts)}, the adapter's {max(layers)}"
+            if self.config.base_model:
+                fix += f"; the adapter was trained on {self.config.base_model!r}"
+        else:
+            what = "the pool has no room for"
+            fix = f"expected modules among {known}; attach with sites='all-linear' or sites=[...] to reserve room"
+        rest = f" and {len(roomless)} without room" if absent and roomless else ""
+        scope = f"the others{rest} fit (strict=False ignores these)" if any_placed else "nothing of it fits"
+        raise AdapterShapeError(
+            f"adapter {self.adapter.where} targets {len(names)} modules that {what} ({shown}): {listed(names)}; {scope}; {fix}",
+            path=self.adapter.path,
+            module=names[0],
+            count=len(names),
+            samples=tuple(names[:3]),
+        )
+
+    def _skip_copies(self, copies: list[Key], path: str | None) -> None:
+        """Note copies of base weights; one of another size means another base."""
+        for key in copies:
+            tensor = self.adapter.tensors[key.tensor]
+            site = None if path is None else self.index.get(path)
+            expected = None if site is None else _parameter_shape(self.sites[site], key.leaf)
+            if expected is None and key.module.rpartition(".")[2] in _VOCABULARY and self.vocab_size and tensor.shape:
+                expected = (self.vocab_size, *tensor.shape[1:])
+            if expected is not None and tensor.shape != expected:
+                what = "it is a copy of a base weight of another size (was the vocabulary resized?)"
+                self._refuse_shape(key.tensor, key.module, tensor.shape, expected, what)
+            self.report.ignored.append(IgnoredTensor(key.tensor, "a copy of the base model's own weight", tensor.nbytes))
+            if path is not None:
+                self.extras.base_copies.append(BaseCopy(path, key.leaf, tensor))
+        if copies:
+            self._warn("copies of base weights in the file are ignored: the served base must be the one it was trained on")
+
+    def _pairs(self, placed: Mapping[int, Roles]) -> list[ResolvedPair]:
+        """A and B of each site that has them, with shapes and ranks checked."""
+        found: list[ResolvedPair] = []
+        wrong: list[tuple[str, str, tuple[int, ...], tuple[int, ...], str]] = []
+        for index in sorted(placed):
+            site, roles = self.sites[index], placed[index]
+            halves = (_EMBEDDING_A, _EMBEDDING_B) if _kind(site) == "embedding" else (_A, _B)
+            if halves[0] not in roles:
+                continue
+            if _kind(site) == "router" and "router" not in self.audit.supported:
+                names = [key.tensor for key in roles.values()]
+                self.audit.refuse_names(names, f"{FEATURES['router']}, which is not supported here", "router")
+            a, b = (self.adapter.tensors[roles[half].tensor] for half in halves)
+            rank = a.shape[0] if a.shape else 0
+            if a.shape != (rank, site.in_features):
+                wrong.append((a.name, site.path, a.shape, (rank, site.in_features), "A is [rank, in]"))
+            elif b.shape != (site.out_features, rank):
+                wrong.append((b.name, site.path, b.shape, (site.out_features, rank), "B is [out, rank]"))
+            else:
+                found.append(ResolvedPair(index, rank, 0.0, a, b, roles[halves[0]].module))
+        if wrong:
+            name, module, shape, expected, what = wrong[0]
+            self._refuse_shape(name, module, shape, expected, what, tuple(item[0] for item in wrong))
+        return [self._scaled(pair) for pair in found]
+
+    def _scaled(self, pair: ResolvedPair) -> ResolvedPair:
+        """The pair with its scale, once its rank agrees with the config: otherwise the scale would be anybody's guess."""
+        config, rank, where = self.config, pair.rank, self.adapter.where
+        # PEFT matches patterns against the parameter's name where it was targeted as one.
+        is_parameter = any(f".{pair.module}.weight".endswith(f".{name}") for name in config.target_parameters)
+        module = f"{pair.module}.weight" if is_parameter else pair.module
+        patterns = self.rank_patterns.matching(module)
+        ranks = {config.rank_pattern[pattern] for pattern in patterns}
+        expected = config.rank_pattern[patterns[0]] if patterns else config.r
+        if rank != expected and rank not in ranks:
+            key = "rank_pattern" if ranks else "r"
+            raise AdapterConfigError(
+                f"adapter {where} holds {pair.a.name!r} of rank {rank}, and its config says {key} = {expected} for that module; "
+                "expected both to be equal, or the scale is ambiguous",
+                path=self.adapter.path,
+                key=key,
+                value=expected,
+                samples=(pair.a.name,),
+            )
+        if len(ranks) > 1:
+            self._warn("several rank patterns match one module (PEFT sorts them when it saves); the tensors' own rank is taken")
+        if rank > self.max_rank:
+            raise RankError(
+                f"adapter {where} has rank {rank} at {pair.module}; expected at most max_rank = {self.max_rank}: attach with "
+                f"max_rank={rank} or more",
+                path=self.adapter.path,
+                rank=rank,
+                max_rank=self.max_rank,
+                module=pair.module,
+            )
+        patterns = self.alpha_patterns.matching(module)
+        alphas = {config.alpha_pattern[pattern] for pattern in patterns}
+        if len(alphas) > 1:
+            shown = ", ".join(f"{alpha:g}" for alpha in sorted(alphas))
+            self._warn(f"alpha patterns of different values ({shown}) match one module; the first in the file counts, as in PEFT")
+        scale = config.scale_of(rank, config.alpha_pattern[patterns[0]] if patterns else config.lora_alpha)
+        if scale == 0:
+            self._warn("a scale is 0 (lora_alpha = 0), so those modules change nothing")
+        return ResolvedPair(pair.site_index, rank, scale, pair.a, pair.b, pair.module)
+
+    def _place_extra(self, index: int, key: Key) -> None:
+        """Put one tensor that is neither A nor B into its list."""
+        site, tensor = self.sites[index], self.adapter.tensors[key.tensor]
+        is_embedding = _kind(site) == "embedding"
+        if key.role in ((Role.EMBEDDING_A, Role.EMBEDDING_B) if is_embedding else (Role.A, Role.B)):
+            return
+        if key.role in (Role.MAGNITUDE, Role.B_BIAS) and not is_embedding:
+            self._require_shape(key, (site.out_features,))
+            (self.extras.gains if key.role is Role.MAGNITUDE else self.extras.lora_biases).append(ResolvedVector(index, tensor))
+        elif key.role in (Role.SAVED, Role.BASE_COPY):
+            self._require_shape(key, _parameter_shape(site, key.leaf))
+            saved = ResolvedSaved(index, key.leaf, tensor)
+            (self.extras.biases if self.audit.feature_of(key) == "bias" else self.extras.saved).append(saved)
+        elif key.role is Role.TOKENS:
+            self._place_tokens(index, key)
+        else:
+            what = f"{key.role.value} at {site.path}, which is of kind {_kind(site)}"
+            self.audit.refuse_names([key.tensor], what, key.role.value)
+
+    def _place_tokens(self, index: int, key: Key) -> None:
+        site, tensor = self.sites[index], self.adapter.tensors[key.tensor]
+        tokens, width = _parameter_shape(site, "weight")
+        named = {name: ids for name, ids in self.config.trainable_token_indices.items() if f".{key.module}".endswith(f".{name}")}
+        if len(named) != 1:
+            self.audit.refuse_names(
+                [key.tensor], "token rows whose ids trainable_token_indices does not give", "trainable_token_indices"
+            )
+        ids = next(iter(named.values()))
+        self._require_shape(key, (len(ids), width))
+        if max(ids) >= tokens:
+            raise AdapterConfigError(
+                f"adapter {self.adapter.where} trains token {max(ids)}; expected ids below the model's {tokens} tokens",
+                path=self.adapter.path,
+                key="trainable_token_indices",
+                value=max(ids),
+            )
+        self.extras.tokens.append(ResolvedTokens(index, ids, tensor))
+
+    def _check_completeness(self, pairs: list[ResolvedPair]) -> None:
+        """A flag that holds for all modules must have its tensor at each of them."""
+        sites = {pair.site_index for pair in pairs if _kind(self.sites[pair.site_index]) != "embedding"}
+        for key, flag, found in (
+            ("use_dora", self.config.use_dora, self.extras.gains),
+            ("lora_bias", self.config.lora_bias, self.extras.lora_biases),
+        ):
+            have = {vector.site_index for vector in found}
+            if (flag and have != sites) or (found and not flag):
+                raise AdapterConfigError(
+                    f"adapter {self.adapter.where} has {key} = {str(flag).lower()} in its config and its tensors at {len(have)} of "
+                    f"{len(sites)} modules; expected all or none",
+                    path=self.adapter.path,
+                    key=key,
+                    value=flag,
+                )
+        expected = set(self.config.trainable_token_indices)
+        if len(self.extras.tokens) > len(expected) or (expected and not self.extras.tokens):
+            raise AdapterConfigError(
+                f"adapter {self.adapter.where} holds token rows for {len(self.extras.tokens)} modules; expected those of "
+                f"trainable_token_indices ({listed(sorted(expected))})",
+                path=self.adapter.path,
+                key="trainable_token_indices",
+            )
+
+    def _check_added_tokens(self) -> None:
+        vocab = self.vocab_size
+        added = [] if vocab is None else sorted(token for token in self.adapter.added_tokens.values() if token >= vocab)
+        if not added:
+            return
+        what = f"added_tokens.json names {len(added)} tokens from id {added[0]} on; the model has {vocab}"
+        if self.extras.embeddings or self.extras.tokens or self.extras.saved or self.extras.base_copies:
+            raise AdapterConfigError(
+                f"adapter {self.adapter.where}: {what} and the file holds embedding weights; expected the base with "
+                "the same vocabulary",
+                path=self.adapter.path,
+                key="added_tokens",
+                value=added[0],
+            )
+        self._warn(what)
+
+    def _check_hints(self, modules: Mapping[str, Roles]) -> None:
+        """What the config says of its targets is a hint; a contradiction is worth a word."""
+        config = self.config
+        layers = {layer for module in modules if (layer := layer_of(module)) is not None}
+        if config.layers_to_transform and layers - set(config.layers_to_transform):
+            self._warn(
+                f"layers_to_transform leaves out layers {sorted(layers - set(config.layers_to_transform))[:8]} that have tensors"
+            )
+        if isinstance(config.target_modules, tuple) and not config.exclude_modules and not config.target_parameters:
+            idle = [name for name in config.target_modules if not any(f".{module}".endswith(f".{name}") for module in modules)]
+            if idle:
+                self._warn(f"target_modules names {listed(idle)}, and the file holds no tensors for that")
+
+    def _fill_report(self, pairs: list[ResolvedPair], placed: Mapping[int, Roles]) -> None:
+        report = self.report
+        tensors = [self.adapter.tensors[key.tensor] for roles in placed.values() for key in roles.values()]
+        report.applied = len(placed)
+        report.modules = dict(Counter(self.sites[index].path.rpartition(".")[2] for index in sorted(placed)))
+        report.ranks = dict(sorted(Counter(pair.rank for pair in pairs).items()))
+        report.scales = tuple(sorted({pair.scale for pair in pairs}))
+        report.nbytes = sum(tensor.nbytes for tensor in tensors)
+        report.dtypes = dict(Counter(tensor.dtype for tensor in tensors))
+
+    def _nbytes(self, key: Key) -> int:
+        return self.adapter.tensors[key.tensor].nbytes
+
+    def _warn(self, what: str) -> None:
+        if what not in self.report.warnings:
+            self.report.warnings.append(what)
+
+    def _require_shape(self, key: Key, expected: tuple[int, ...]) -> None:
+        found = self.adapter.tensors[key.tensor].shape
+        if found != expected:
+            self._refuse_shape(key.tensor, key.module, found, expected, f"{key.role.value} is per output row")
+
+    def _refuse_shape(
+        self, name: str, module: str, found: tuple[int, ...], expected: tuple[int, ...], what: str, others: Sequence[str] = ()
+    ) -> NoReturn:
+        count = max(1, len(others))
+        trained = f", the adapter was trained on {self.config.base_model!r}" if self.config.base_model else ""
+        more = f"; {count} tensors do not fit: {listed(others)}" if count > 1 else ""
+        raise AdapterShapeError(
+            f"adapter {self.adapter.where} holds {name!r} of shape {list(found)}, expected {list(expected)} for {module}: "
+            f"{what}{more}; is it another model's{trained}?",
+            path=self.adapter.path,
+            tensor=name,
+            module=module,
+            found=found,
+            expected=expected,
+            count=count,
+            samples=tuple(others[:3]) or (name,),
+        )
+
+
+def _kind(site: SiteLike) -> str:
+    return str(site.kind).rpartition(".")[2].lower()
+
+
+def _parameter_shape(site: SiteLike, leaf: str) -> tuple[int, ...]:
+    """The shape of a site's own weight or bias."""
+    if leaf == "bias":
+        return (site.out_features,)
+    is_in_first = _kind(site) in ("conv1d", "embedding")
+    return (site.in_features, site.out_features) if is_in_first else (site.out_features, site.in_features)

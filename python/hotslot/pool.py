@@ -1,0 +1,133 @@
+"""Sizing and allocating the pool: what `plan` tells and `attach` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ._core import LoraWeights, ModelConfig, Site, pool_slot_bytes, tables_bytes
+from .errors import PoolError, RankError
+from .memory import HostBuffer
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_RANK = 256
+"""The largest rank that the kernels take."""
+
+_DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The bytes that a pool takes, told before anything is allocated.
+
+    Attributes:
+        num_sites: Layers with room for an adapter.
+        slot_bytes: One slot: A and B of every site at `max_rank`.
+        pool_bytes: All slots.
+        tables_bytes: Pointer, scale and rank tables.
+    """
+
+    max_loras: int
+    max_rank: int
+    pool_dtype: str
+    num_sites: int
+    slot_bytes: int
+    pool_bytes: int
+    tables_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that `attach` allocates."""
+        return self.pool_bytes + self.tables_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.max_loras} slots of {self.slot_bytes / 2**20:.1f} MiB ({self.num_sites} sites, max_rank {self.max_rank}, "
+            f"{self.pool_dtype}) + tables of {self.tables_bytes / 2**10:.1f} KiB = {self.total_bytes / 2**20:.1f} MiB"
+        )
+
+
+def plan(
+    model_or_config: torch.nn.Module | ModelConfig | Any,
+    max_loras: int,
+    max_rank: int,
+    *,
+    pool_dtype: str = "bfloat16",
+    sites: str | Iterable[str] = "auto",
+) -> PoolPlan:
+    """The bytes that `attach` would allocate, without allocating them.
+
+    Args:
+        model_or_config: A torch model (its layers are walked), a `ModelConfig`, or a transformers config.
+        max_loras: Slots.
+        max_rank: Largest rank.
+        pool_dtype: "bfloat16" or "float32".
+        sites: As in `attach`; for a model only.
+
+    Raises:
+        PoolError, RankError: A limit is out of range.
+
+    Example:
+        >>> config = ModelConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        ...                      num_key_value_heads=2, head_dim=16, vocab_size=128)
+        >>> plan(config, max_loras=4, max_rank=8).num_sites
+        14
+    """
+    check_limits(max_loras, max_rank, pool_dtype, 0)
+    if hasattr(model_or_config, "named_modules"):
+        from .sites import choose
+
+        chosen = [found.site for found in choose(model_or_config, sites)]
+    else:
+        is_ours = isinstance(model_or_config, ModelConfig)
+        config = model_or_config if is_ours else ModelConfig.from_transformers(model_or_config)
+        chosen = config.sites()
+    return _plan(chosen, max_loras, max_rank, pool_dtype)
+
+
+def check_limits(max_loras: int, max_rank: int, pool_dtype: str, pinned: int) -> None:
+    """Refuse limits that no pool can have.
+
+    Raises:
+        PoolError: `max_loras` or `pool_dtype` is out of range.
+        RankError: `max_rank` is out of range.
+    """
+    if isinstance(max_loras, bool) or not isinstance(max_loras, int) or max_loras < 1:
+        raise PoolError(f"max_loras={max_loras!r}; expected an integer of at least 1")
+    if pinned > max_loras:
+        raise PoolError(f"{pinned} startup adapters do not fit max_loras={max_loras}; raise max_loras or load some later")
+    if isinstance(max_rank, bool) or not isinstance(max_rank, int) or not 1 <= max_rank <= MAX_RANK:
+        raise RankError(f"max_rank={max_rank!r}; expected an integer from 1 to {MAX_RANK}", rank=max_rank, max_rank=MAX_RANK)
+    if pool_dtype not in _DTYPES:
+        raise PoolError(f"pool_dtype={pool_dtype!r}; expected {' or '.join(map(repr, _DTYPES))}")
+
+
+def allocate(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str, *, pinned: int) -> LoraWeights:
+    """A pool over `sites` in fresh host memory; the memory lives as long as the pool."""
+    sizes = _plan(sites, max_loras, max_rank, pool_dtype)
+    try:
+        pool, tables = HostBuffer(sizes.pool_bytes), HostBuffer(sizes.tables_bytes)
+    except (OSError, OverflowError) as error:
+        raise PoolError(f"cannot allocate {sizes}: {error}; lower max_loras or max_rank") from error
+    return LoraWeights(
+        list(sites),
+        max_loras=max_loras,
+        max_rank=max_rank,
+        pool_dtype=pool_dtype,
+        pinned=pinned,
+        pool_address=pool.address,
+        pool_bytes=pool.nbytes,
+        tables_address=tables.address,
+        tables_bytes=tables.nbytes,
+        owner=(pool, tables),
+    )
+
+
+def _plan(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str) -> PoolPlan:
+    slot = pool_slot_bytes(list(sites), max_rank, pool_dtype)
+    return PoolPlan(
+        max_loras, max_rank, pool_dtype, len(sites), slot, slot * max_loras, tables_bytes(list(sites), max_loras)
+    )

@@ -1,0 +1,82 @@
+"""What a load did: which tensors were applied, which were ignored and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class IgnoredTensor:
+    """A tensor of the file that changes nothing.
+
+    Attributes:
+        name: Its name in the file.
+        reason: Why it is ignored.
+        nbytes: Its size.
+    """
+
+    name: str
+    reason: str
+    nbytes: int
+
+
+@dataclass
+class LoadReport:
+    """What was found in one adapter, and what becomes of it.
+
+    Attributes:
+        applied: Modules that are adapted.
+        modules: How many of them by the last part of their path: {"q_proj": 30, ...}.
+        ranks: How many of them by rank.
+        scales: The distinct scales, ascending.
+        nbytes: Bytes of the tensors that are applied.
+        dtypes: How many tensors by dtype.
+        ignored: Tensors that change nothing.
+        renamed: Modules whose path in the host is another than in the file, as (file, host).
+        warnings: What a reader should know though nothing is wrong.
+        rounded: Values that the pool's dtype cannot hold exactly; None until the adapter is packed.
+        digest: The adapter's `cache_id`; None until the adapter is packed.
+    """
+
+    applied: int = 0
+    modules: dict[str, int] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)
+    scales: tuple[float, ...] = ()
+    nbytes: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)
+    ignored: list[IgnoredTensor] = field(default_factory=list)
+    renamed: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    rounded: int | None = None
+    digest: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in values that JSON can hold."""
+        found = dict(vars(self))
+        found["ignored"] = [vars(tensor) for tensor in self.ignored]
+        found["renamed"] = [list(pair) for pair in self.renamed]
+        found["ranks"] = {str(rank): count for rank, count in self.ranks.items()}
+        found["scales"] = list(self.scales)
+        return found
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"applied   {self.applied} modules ({_counts(self.modules)}), {self.nbytes} bytes ({_counts(self.dtypes)})",
+            f"rank      {_counts(self.ranks)}, scale {', '.join(f'{scale:g}' for scale in self.scales)}",
+        ]
+        if self.renamed:
+            lines.append(f"renamed   {len(self.renamed)} modules, e.g. {self.renamed[0][0]} -> {self.renamed[0][1]}")
+        if self.rounded is not None:
+            lines.append(f"rounded   {self.rounded} values")
+        if self.digest is not None:
+            lines.append(f"digest    {self.digest}")
+        lines += [f"ignored   {tensor.name}: {tensor.reason} ({tensor.nbytes} bytes)" for tensor in self.ignored]
+        lines += [f"warning   {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def _counts(found: Mapping[Any, int]) -> str:
+    return ", ".join(f"{key} x{count}" for key, count in found.items()) or "none"

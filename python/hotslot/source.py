@@ -1,0 +1,132 @@
+"""Where an adapter comes from, opened and fitted to one pool: the last step before its bytes move."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from .adapter import Adapter, AdapterFile, memory_adapter, read_adapter, resolve, target_paths
+from .config import PeftAdapterConfig
+from .errors import AdapterFileError
+from .report import LoadReport
+from .tensors import TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from ._core import LoraWeights
+
+Source: TypeAlias = "str | os.PathLike[str] | tuple[Mapping[str, Any], Any]"
+"""A PEFT folder, or `(tensors, config)`: names as in PEFT's file to torch tensors or arrays, and a config or its dict."""
+
+# Digests of files that were loaded before; each is about 200 bytes.
+_MAX_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An adapter that fits the pool, in the form that the core takes.
+
+    Attributes:
+        pairs: (site, rank, scale, A, B) per adapted site, with A and B as addresses or file ranges.
+        config: What the scales came from.
+        known: The `cache_id` of the content if these very files were loaded before.
+        identity: The files, or None for tensors in memory.
+        report: What is applied and what is not.
+    """
+
+    pairs: list[tuple[Any, ...]]
+    config: PeftAdapterConfig
+    known: str | None
+    identity: Hashable | None
+    report: LoadReport
+
+
+class SourceReader:
+    """Opens sources and fits them to the pool of one model.
+
+    Args:
+        weights: The pool.
+        model: The live model, for the paths of all its modules.
+    """
+
+    def __init__(self, weights: LoraWeights, model: torch.nn.Module) -> None:
+        self._sites = weights.sites
+        self._max_rank = weights.max_rank
+        self._host_modules = [path for path, _ in model.named_modules() if path]
+        self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+        self._known: dict[Hashable, str] = {}
+        self._mutex = threading.Lock()
+
+    def prepare(self, adapter: Adapter) -> Prepared:
+        """Fit an open adapter to the pool; nothing but headers is read.
+
+        Raises:
+            AdapterError: It does not fit; see `adapter.resolve`.
+        """
+        vocab_size = self._vocab_size if isinstance(self._vocab_size, int) else None
+        resolved = resolve(adapter, self._sites, self._max_rank, host_modules=self._host_modules, vocab_size=vocab_size)
+        identity = adapter.identity if isinstance(adapter, AdapterFile) else None
+        pairs = [(pair.site_index, pair.rank, pair.scale, _source(pair.a), _source(pair.b)) for pair in resolved.pairs]
+        return Prepared(pairs, adapter.config, self._known.get(identity), identity, resolved.report)
+
+    def remember(self, prepared: Prepared, cache_id: str) -> None:
+        """Note the digest of files, so that loading the same files again need not compute it."""
+        if prepared.identity is None:
+            return
+        with self._mutex:
+            while len(self._known) >= _MAX_REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[prepared.identity] = cache_id
+
+
+@contextmanager
+def opened(source: Source) -> Iterator[Adapter]:
+    """An adapter's config and tensor list; its weights file stays open inside.
+
+    Raises:
+        AdapterFileError, AdapterConfigError: The folder or the tensors are not an adapter.
+    """
+    if isinstance(source, tuple):
+        if len(source) != 2 or not isinstance(source[0], Mapping):
+            raise AdapterFileError(f"an adapter in memory is (tensors, config); found a tuple of {len(source)}: {_kinds(source)}")
+        yield memory_adapter(*source)
+    elif isinstance(source, (str, os.PathLike)):
+        with read_adapter(source) as adapter:
+            yield adapter
+    else:
+        raise AdapterFileError(f"an adapter is a PEFT folder's path or (tensors, config); found {type(source).__name__}")
+
+
+def key_of(source: Source) -> Hashable:
+    """What makes two sources the same while they load: the folder, or the very tensors."""
+    return os.path.abspath(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else id(source)
+
+
+def wanted_sites(sources: Iterable[Source], model: torch.nn.Module) -> list[str]:
+    """The module paths that adapters target in a model."""
+    paths = [path for path, _ in model.named_modules() if path]
+    wanted: set[str] = set()
+    for source in sources:
+        with opened(source) as adapter:
+            wanted.update(target_paths(adapter, paths))
+    return sorted(wanted)
+
+
+def _source(tensor: TensorRef) -> tuple[Any, ...]:
+    if tensor.file is not None:
+        return ("file", tensor.file.fileno(), tensor.offset, tensor.dtype, tensor.shape)
+    raw = np.frombuffer(tensor.data or b"", np.uint8)
+    return ("memory", int(raw.ctypes.data), tensor.nbytes, raw, tensor.dtype, tensor.shape)
+
+
+def _kinds(items: tuple[Any, ...]) -> str:
+    return ", ".join(type(item).__name__ for item in items)

@@ -1,0 +1,155 @@
+//! What an adapter is called where nobody else knows its slot: by name and generation, and by content.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::config::PeftAdapterConfig;
+use crate::error::{Error, Result};
+use crate::layout::Dtype;
+use crate::source::Source;
+
+/// A stable 64-bit identity of an adapter name in one generation; 0 for base (the empty name) and for nothing else.
+///
+/// The same in every process and release: the first eight bytes, little endian, of the blake3 hash of the name, followed in
+/// generations above 0 by a zero byte and the generation as little-endian u64.
+///
+/// # Examples
+/// ```
+/// use hotslot_core::identity::adapter_id_hash;
+///
+/// assert_eq!(adapter_id_hash("", 0), 0);
+/// assert_eq!(adapter_id_hash("sql", 0), 0x0b55_16af_a5b6_1a53);
+/// assert_ne!(adapter_id_hash("sql", 1), adapter_id_hash("sql", 0));
+/// ```
+#[must_use]
+pub fn adapter_id_hash(name: &str, generation: u64) -> u64 {
+    if name.is_empty() {
+        return 0;
+    }
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(name.as_bytes());
+    if generation > 0 {
+        hasher.update(&[0]);
+        hasher.update(&generation.to_le_bytes());
+    }
+    let mut first = [0; 8];
+    first.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
+    u64::from_le_bytes(first).max(1)
+}
+
+/// Checks that a name may be given to an adapter: `[A-Za-z0-9][A-Za-z0-9_./-]{0,127}`.
+///
+/// # Errors
+/// [`Error::Value`] for any other.
+pub fn check_adapter_name(name: &str) -> Result<()> {
+    let rest_is_good = |byte: u8| byte.is_ascii_alphanumeric() || b"_./-".contains(&byte);
+    let first_is_good = name.bytes().next().is_some_and(|byte| byte.is_ascii_alphanumeric());
+    if first_is_good && name.len() <= 128 && name.bytes().all(rest_is_good) {
+        return Ok(());
+    }
+    Err(Error::value(
+        "adapter name",
+        format!("{name:?}"),
+        "1 to 128 of the characters A-Z a-z 0-9 _ . / -, the first a letter or digit",
+    ))
+}
+
+/// What an adapter holds, as a key for caches: equal content, equal id, in every slot, process and order of loading.
+///
+/// Shown and parsed as `hs1:` and 64 hexadecimal digits, or `hs1:base`. No adapter name can equal it.
+///
+/// # Examples
+/// ```
+/// use hotslot_core::identity::CacheId;
+///
+/// assert_eq!(CacheId::BASE.to_string(), "hs1:base");
+/// assert_eq!("hs1:base".parse(), Ok(CacheId::BASE));
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CacheId(Option<[u8; 32]>);
+
+impl CacheId {
+    /// The id of the base model: no adapter.
+    pub const BASE: Self = Self(None);
+}
+
+impl fmt::Display for CacheId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(digest) => write!(f, "hs1:{}", blake3::Hash::from_bytes(digest).to_hex()),
+            None => f.write_str("hs1:base"),
+        }
+    }
+}
+
+impl FromStr for CacheId {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let hex = text.strip_prefix("hs1:");
+        match hex {
+            Some("base") => Some(Self::BASE),
+            Some(hex) => blake3::Hash::from_hex(hex).ok().map(|hash| Self(Some(*hash.as_bytes()))),
+            None => None,
+        }
+        .filter(|id| id.to_string() == text)
+        .ok_or_else(|| Error::value("cache_id", format!("{text:?}"), "hs1: and 64 hexadecimal digits, or hs1:base"))
+    }
+}
+
+/// Computes a [`CacheId`] from an adapter's content, pair by pair in the order of the sites' paths.
+///
+/// Every field is framed by its length, so that no two contents feed the same bytes. A tensor enters as the digest of its
+/// bytes: hashed on its own, it is hashed by vectors.
+#[derive(Debug)]
+pub struct CacheIdHasher {
+    content: blake3::Hasher,
+    tensor: blake3::Hasher,
+}
+
+impl CacheIdHasher {
+    /// Begins with what holds for the whole adapter.
+    #[must_use]
+    pub fn new(pool_dtype: Dtype, config: &PeftAdapterConfig) -> Self {
+        let mut this = Self { content: blake3::Hasher::new(), tensor: blake3::Hasher::new() };
+        this.field(b"hotslot cache id 1");
+        this.field(pool_dtype.name().as_bytes());
+        this.field(&config.scaling().to_bits().to_le_bytes());
+        this
+    }
+
+    /// Adds what holds for one pair. Its halves follow.
+    pub fn pair(&mut self, path: &str, scale: f64) {
+        self.field(path.as_bytes());
+        self.field(&scale.to_bits().to_le_bytes());
+        // Flags of features that change what a pair means; none yet.
+        self.field(&0_u64.to_le_bytes());
+    }
+
+    /// Adds bytes of the next half.
+    pub fn bytes(&mut self, bytes: &[u8]) {
+        self.tensor.update(bytes);
+    }
+
+    /// Ends a half, `"A"` or `"B"`, of which all bytes were added.
+    pub fn half(&mut self, half: &str, source: &Source<'_>) {
+        self.field(half.as_bytes());
+        self.field(source.dtype.name().as_bytes());
+        self.field(&(source.rows as u64).to_le_bytes());
+        self.field(&(source.cols as u64).to_le_bytes());
+        let digest = self.tensor.finalize();
+        self.field(digest.as_bytes());
+        self.tensor.reset();
+    }
+
+    /// The id of all that was added.
+    #[must_use]
+    pub fn finish(self) -> CacheId {
+        CacheId(Some(*self.content.finalize().as_bytes()))
+    }
+
+    fn field(&mut self, bytes: &[u8]) {
+        self.content.update(&(bytes.len() as u64).to_le_bytes());
+        self.content.update(bytes);
+    }
+}

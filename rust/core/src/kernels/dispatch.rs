@@ -1,0 +1,230 @@
+//! Picks the instruction set and shares the blocks of a call out among threads.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::plan::{Plan, Segment};
+use super::work::{BLOCK, Block, Buffer, ExpandJob, Member, SCRATCH, ShrinkJob};
+use super::{Exec, Input, Output, expand as expand_kernel, pool, scalar::Scalar, shrink as shrink_kernel};
+
+/// An instruction set that the kernels are compiled for. The bits of the result are the same in all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// Plain Rust.
+    Scalar,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F.
+    Avx512,
+    /// NEON.
+    Neon,
+}
+
+impl Isa {
+    /// All of them, the slowest first.
+    pub const ALL: [Self; 4] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
+
+    /// The fastest that this machine has; looked up once.
+    #[must_use]
+    pub fn best() -> Self {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| Self::ALL.into_iter().rfind(|isa| isa.is_available()).unwrap_or(Self::Scalar))
+    }
+
+    /// Whether this machine can run it.
+    #[must_use]
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => is_x86_feature_detected!("avx512f") && Self::Avx2.is_available(),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            #[allow(unreachable_patterns, reason = "which arms are left depends on the target")]
+            _ => false,
+        }
+    }
+
+    /// The kernels; the scalar ones where this machine cannot run the others.
+    fn kernels(self) -> Kernels {
+        if !self.is_available() {
+            return SCALAR;
+        }
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => super::x86::AVX2,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => super::x86::AVX512,
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => super::aarch64::NEON,
+            _ => SCALAR,
+        }
+    }
+}
+
+/// The two kernels on one instruction set.
+#[derive(Clone, Copy)]
+pub(super) struct Kernels {
+    pub shrink: unsafe fn(&ShrinkJob, &mut Buffer),
+    pub expand: unsafe fn(&ExpandJob, &mut Buffer),
+}
+
+const SCALAR: Kernels = Kernels { shrink: shrink_scalar, expand: expand_scalar };
+
+unsafe fn shrink_scalar(job: &ShrinkJob, x: &mut Buffer) {
+    // SAFETY: the caller's promise; plain Rust runs everywhere.
+    unsafe { shrink_kernel::shrink::<Scalar, 2, 2>(job, x) };
+}
+
+unsafe fn expand_scalar(job: &ExpandJob, panel: &mut Buffer) {
+    // SAFETY: the caller's promise; plain Rust runs everywhere.
+    unsafe { expand_kernel::expand::<Scalar, 1>(job, panel) };
+}
+
+/// Both halves, block after block.
+///
+/// # Safety
+/// As [`super::apply`]; `member` was resolved with this plan and these tokens per row.
+pub(super) unsafe fn apply(member: &Member, plan: &Plan, tokens_per_row: usize, x: Input, out: Output, exec: Exec) {
+    let kernels = exec.isa.kernels();
+    let run = |segment: usize, _: usize, block: Block| {
+        let span = member.spans[segment];
+        if span.width == 0 {
+            return;
+        }
+        let b = member.parts[span.first_part].b;
+        let next = member.part_after(segment).map_or(b, |part| part.a);
+        SCRATCH.with_borrow_mut(|scratch| {
+            let h = scratch.h.room(block.tokens.len() * span.width);
+            let tokens = block.tokens;
+            // SAFETY: the caller's promise, room for h just made, and the instruction set is available.
+            unsafe {
+                (kernels.shrink)(&ShrinkJob { plan, block, x, member, span, h, next: b }, &mut scratch.x);
+                (kernels.expand)(&ExpandJob { tokens, member, span, h, out, next }, &mut scratch.panel);
+            }
+        });
+    };
+    for_each_block(plan, tokens_per_row, threads_for(member.work, plan, x.num_tokens, exec), &run);
+}
+
+/// The first half, for all members of a group.
+///
+/// # Safety
+/// As [`super::shrink_group`]; the members were resolved with this plan and these tokens per row, their buffers have room for h.
+pub(super) unsafe fn shrink_group(members: &mut [(Member, Buffer)], plan: &Plan, tokens_per_row: usize, x: Input, exec: Exec) {
+    let kernels = exec.isa.kernels();
+    let work = members.iter().map(|(member, _)| member.work).sum();
+    let members = &*members;
+    let run = |segment: usize, first: usize, block: Block| {
+        SCRATCH.with_borrow_mut(|scratch| {
+            for (index, (member, h)) in members.iter().enumerate() {
+                let span = member.spans[segment];
+                if span.width == 0 {
+                    continue;
+                }
+                let later = members[index + 1..].iter().find_map(|(other, _)| other.parts_of(&other.spans[segment]).first());
+                let next = later.or_else(|| members[0].0.part_after(segment));
+                let next = next.map_or(std::ptr::null(), |part| part.a);
+                let block = Block { tokens: block.tokens, rows: block.rows };
+                // SAFETY: the caller's promise; blocks have parts of h of their own.
+                unsafe {
+                    let h = h.as_ptr().cast_mut().add(span.h + first * span.width);
+                    (kernels.shrink)(&ShrinkJob { plan, block, x, member, span, h, next }, &mut scratch.x);
+                }
+            }
+        });
+    };
+    for_each_block(plan, tokens_per_row, threads_for(work, plan, x.num_tokens, exec), &run);
+}
+
+/// The second half, for one member.
+///
+/// # Safety
+/// As [`super::expand`]; `h` was made for this plan and these tokens per row.
+pub(super) unsafe fn expand(member: &Member, h: &Buffer, plan: &Plan, tokens_per_row: usize, out: Output, exec: Exec) {
+    let kernels = exec.isa.kernels();
+    let num_tokens = member.spans.iter().map(|span| span.num_tokens).sum();
+    let run = |segment: usize, first: usize, block: Block| {
+        let span = member.spans[segment];
+        if span.width == 0 {
+            return;
+        }
+        let next = member.part_after(segment).map_or(std::ptr::null(), |part| part.b);
+        SCRATCH.with_borrow_mut(|scratch| {
+            // SAFETY: the caller's promise; h has the block's tokens at this place.
+            unsafe {
+                let h = h.as_ptr().add(span.h + first * span.width);
+                (kernels.expand)(&ExpandJob { tokens: block.tokens, member, span, h, out, next }, &mut scratch.panel);
+            }
+        });
+    };
+    for_each_block(plan, tokens_per_row, threads_for(member.work, plan, num_tokens, exec), &run);
+}
+
+/// Multiply-adds below which waking a helper costs more than it gives.
+const PARALLEL_WORK: usize = 4 << 20;
+
+/// Tokens per segment from which a call is bound by arithmetic and not by reading the weights, which one core does alone.
+const PARALLEL_TOKENS: usize = 8;
+
+fn threads_for(work: usize, plan: &Plan, num_tokens: usize, exec: Exec) -> usize {
+    if work < PARALLEL_WORK || num_tokens < PARALLEL_TOKENS * plan.segments().len() { 1 } else { exec.threads }
+}
+
+/// Calls `run(segment, first, block)` for every block of every segment; `first` is the block's first token in its segment.
+fn for_each_block(plan: &Plan, tokens_per_row: usize, threads: usize, run: &(dyn Fn(usize, usize, Block) + Sync)) {
+    if threads == 1 {
+        let mut lists = Lists { tokens: [0; BLOCK], rows: [0; BLOCK] };
+        for (index, segment) in plan.segments().iter().enumerate() {
+            let num_tokens = segment.len * tokens_per_row;
+            for first in (0..num_tokens).step_by(BLOCK) {
+                run(index, first, lists.fill(plan, *segment, tokens_per_row, first, BLOCK));
+            }
+        }
+        return;
+    }
+    let blocks = |segment: &Segment| (segment.len * tokens_per_row).div_ceil(BLOCK);
+    let next = AtomicUsize::new(0);
+    pool::run(threads, &|| {
+        let mut lists = Lists { tokens: [0; BLOCK], rows: [0; BLOCK] };
+        // Segments before `index` have `passed` blocks.
+        let (mut index, mut passed) = (0, 0);
+        loop {
+            let block = next.fetch_add(1, Ordering::Relaxed);
+            while index < plan.segments().len() && block >= passed + blocks(&plan.segments()[index]) {
+                passed += blocks(&plan.segments()[index]);
+                index += 1;
+            }
+            let Some(segment) = plan.segments().get(index) else { return };
+            let first = (block - passed) * BLOCK;
+            run(index, first, lists.fill(plan, *segment, tokens_per_row, first, BLOCK));
+        }
+    });
+}
+
+/// Room for a block's lists.
+struct Lists {
+    tokens: [usize; BLOCK],
+    rows: [usize; BLOCK],
+}
+
+impl Lists {
+    fn fill(&mut self, plan: &Plan, segment: Segment, tokens_per_row: usize, first: usize, limit: usize) -> Block<'_> {
+        let count = (segment.len * tokens_per_row - first).min(limit);
+        let (mut position, mut in_row) = (segment.start + first / tokens_per_row, first % tokens_per_row);
+        for i in 0..count {
+            let row = plan.row_at(position);
+            self.rows[i] = row;
+            self.tokens[i] = row * tokens_per_row + in_row;
+            in_row += 1;
+            if in_row == tokens_per_row {
+                (position, in_row) = (position + 1, 0);
+            }
+        }
+        Block { tokens: &self.tokens[..count], rows: &self.rows[..count] }
+    }
+}

@@ -1,0 +1,209 @@
+//! Where an adapter's tensors come from: files by positioned reads, or memory.
+
+use std::fs::File;
+
+use crate::error::{Error, Result};
+use crate::layout::Dtype;
+use crate::memory::read_exact_at;
+
+/// The element type of a tensor on its way in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SourceDtype {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl SourceDtype {
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// The name that safetensors uses: `F32`, `F16` or `BF16`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+        }
+    }
+
+    /// The dtype of that safetensors name.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for any other name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "F32" => Ok(Self::F32),
+            "F16" => Ok(Self::F16),
+            "BF16" => Ok(Self::Bf16),
+            other => Err(Error::value("tensor dtype", other, "F32, F16 or BF16")),
+        }
+    }
+
+    /// Whether a pool of `dtype` holds the very same bytes.
+    #[must_use]
+    pub const fn is_stored_as(self, dtype: Dtype) -> bool {
+        matches!((self, dtype), (Self::Bf16, Dtype::Bf16) | (Self::F32, Dtype::F32))
+    }
+}
+
+/// The bytes of a tensor: rows without padding, little endian.
+#[derive(Clone, Copy, Debug)]
+pub enum SourceData<'a> {
+    /// In memory.
+    Bytes(&'a [u8]),
+    /// In a file, which is read without moving its cursor.
+    File {
+        /// The open file.
+        file: &'a File,
+        /// Of the tensor's first byte.
+        offset: u64,
+    },
+}
+
+/// A tensor to load: A `[rank, in]` or B `[out, rank]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Source<'a> {
+    /// Its bytes.
+    pub data: SourceData<'a>,
+    /// Its element type.
+    pub dtype: SourceDtype,
+    /// Its rows.
+    pub rows: usize,
+    /// Its columns.
+    pub cols: usize,
+}
+
+impl<'a> Source<'a> {
+    /// A tensor in memory.
+    #[must_use]
+    pub const fn in_memory(bytes: &'a [u8], dtype: SourceDtype, rows: usize, cols: usize) -> Self {
+        Self { data: SourceData::Bytes(bytes), dtype, rows, cols }
+    }
+
+    /// A tensor in a file, from `offset` on.
+    #[must_use]
+    pub const fn in_file(file: &'a File, offset: u64, dtype: SourceDtype, rows: usize, cols: usize) -> Self {
+        Self { data: SourceData::File { file, offset }, dtype, rows, cols }
+    }
+
+    /// Bytes of the tensor.
+    #[must_use]
+    pub const fn num_bytes(&self) -> usize {
+        self.rows.saturating_mul(self.cols).saturating_mul(self.dtype.size())
+    }
+
+    /// Bytes of one row.
+    #[must_use]
+    pub const fn row_bytes(&self) -> usize {
+        self.cols.saturating_mul(self.dtype.size())
+    }
+
+    /// Bytes `[from, from + len)` of the tensor: borrowed if in memory, read into `buffer` if in a file.
+    ///
+    /// # Errors
+    /// [`Error::AdapterFile`] if the file ends first or cannot be read.
+    ///
+    /// # Panics
+    /// If the range is not inside a tensor in memory.
+    pub(crate) fn read<'b>(&'b self, from: usize, len: usize, buffer: &'b mut HostBuffer) -> Result<&'b [u8]> {
+        match self.data {
+            SourceData::Bytes(bytes) => Ok(&bytes[from..from + len]),
+            SourceData::File { file, offset } => {
+                let bytes = buffer.take(len);
+                read_exact_at(file, bytes, offset.saturating_add(from as u64))?;
+                Ok(bytes)
+            }
+        }
+    }
+}
+
+/// The two tensors that adapt one site.
+#[derive(Clone, Copy, Debug)]
+pub struct PairInput<'a> {
+    /// Index of the site in the pool's layout.
+    pub site: usize,
+    /// Rank of the pair.
+    pub rank: usize,
+    /// What the product is multiplied by; kept as f32.
+    pub scale: f64,
+    /// A `[rank, in]`.
+    pub a: Source<'a>,
+    /// B `[out, rank]`.
+    pub b: Source<'a>,
+}
+
+impl<'a> PairInput<'a> {
+    /// Both halves, with the names that errors and digests use.
+    pub(crate) const fn halves(&self) -> [(&'static str, &Source<'a>); 2] {
+        [("A", &self.a), ("B", &self.b)]
+    }
+}
+
+/// Page-aligned host memory that is kept from one load to the next, and only grows.
+#[derive(Debug, Default)]
+pub struct HostBuffer {
+    bytes: Vec<u8>,
+}
+
+impl HostBuffer {
+    const PAGE: usize = 4096;
+
+    /// `len` bytes, with whatever they held before.
+    pub fn take(&mut self, len: usize) -> &mut [u8] {
+        if self.bytes.len() < len + Self::PAGE {
+            // A fresh allocation, so that the old bytes are not copied.
+            self.bytes = Vec::new();
+            self.bytes = vec![0; len + Self::PAGE];
+        }
+        let start = self.start();
+        &mut self.bytes[start..start + len]
+    }
+
+    /// What was last taken, from its first byte on.
+    #[must_use]
+    pub fn as_slice(&self) -> &[u8] {
+        self.bytes.get(self.start()..).unwrap_or_default()
+    }
+
+    fn start(&self) -> usize {
+        self.bytes.as_ptr().align_offset(Self::PAGE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_is_page_aligned_and_keeps_its_memory() {
+        let mut buffer = HostBuffer::default();
+        assert!(buffer.as_slice().is_empty());
+        let first = buffer.take(10_000).as_ptr();
+        assert_eq!(first.align_offset(4096), 0);
+        buffer.take(5).fill(3);
+        assert_eq!(buffer.take(5), [3; 5]);
+        assert_eq!(buffer.take(10_000).as_ptr(), first);
+        assert_eq!(buffer.as_slice()[..5], [3; 5]);
+        assert_eq!(buffer.take(1 << 20).len(), 1 << 20);
+    }
+
+    #[test]
+    fn dtypes_have_the_names_of_safetensors() {
+        for dtype in [SourceDtype::F32, SourceDtype::F16, SourceDtype::Bf16] {
+            assert_eq!(SourceDtype::from_name(dtype.name()), Ok(dtype));
+        }
+        assert!(SourceDtype::from_name("F8_E4M3").is_err());
+        assert!(SourceDtype::F16.size() == 2 && !SourceDtype::F16.is_stored_as(Dtype::Bf16));
+    }
+}
