@@ -42,7 +42,9 @@ test: test-rust test-python ## Run all tests: Rust, doc tests, loom, pytest
 test-rust: $(STAMPS)/tools ## Run the Rust tests, the doc tests and the loom models
 	@echo "== rust: tests and doc tests"
 	@if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace --all-features; else cargo test --workspace --all-features --lib --bins --tests; fi
-	@cargo test --workspace --all-features --doc
+	@cargo test -p hotslot-core --all-features --doc
+	@echo "== rust: examples"
+	@for example in rust/core/examples/*.rs; do cargo run --quiet -p hotslot-core --example "$$(basename "$$example" .rs)" >/dev/null; done
 	@echo "== rust: loom explores the thread interleavings of the slot word and the directory"
 	@RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test -p hotslot-core --release --test 'loom*'
 

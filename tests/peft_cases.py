@@ -85,6 +85,16 @@ _FAMILIES: dict[str, Any] = {
         transformers.Qwen3NextConfig(**{**COMMON, **GDN}, **MOE, head_dim=32, shared_expert_intermediate_size=40)
     ),
     "qwen3_5_text": lambda: transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**{**COMMON, **GDN}, head_dim=32)),
+    "mistral3": lambda: transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(
+            text_config={"model_type": "mistral", **COMMON},
+            vision_config={"model_type": "pixtral", **VISION, "head_dim": 16},
+            image_token_index=120,
+        )
+    ),
+    "gpt_oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**COMMON, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+    ),
     "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**COMMON)),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64)

@@ -158,7 +158,15 @@ def test_the_order_of_tensors_in_the_file_does_not_matter(llama: torch.nn.Module
 
 
 @pytest.mark.parametrize(
-    ("trained", "served"), [("gemma3_text", "gemma3"), ("gemma3", "gemma3_text"), ("llama_base", "llama"), ("llama", "llama_base")]
+    ("trained", "served"),
+    [
+        ("gemma3_text", "gemma3"),
+        ("gemma3", "gemma3_text"),
+        ("mistral", "mistral3"),
+        ("mistral3", "mistral"),
+        ("llama_base", "llama"),
+        ("llama", "llama_base"),
+    ],
 )
 def test_an_adapter_of_the_plain_model_fits_the_wrapped_one_and_the_reverse(trained: str, served: str, tmp_path: Path) -> None:
     targets = r"(.*language_model\.)?(model\.)?layers\.\d+\.self_attn\.q_proj|.*language_model.*q_proj"
@@ -172,6 +180,28 @@ def test_an_adapter_of_the_plain_model_fits_the_wrapped_one_and_the_reverse(trai
     paths = [sites[pair.site_index].path for pair in found.pairs]
     assert not any("vision" in path for path in paths)
     assert sorted(parse.rpartition("layers.")[2] for parse in paths) == [f"{layer}.self_attn.q_proj" for layer in range(3)]
+
+
+def test_modules_of_a_vision_tower_do_not_go_unsaid_on_a_text_model(tmp_path: Path) -> None:
+    peft = peft_cases.write(peft_cases.family("gemma3"), tmp_path, target_modules=["q_proj"])
+    assert len(peft_cases.peft_modules(peft)) == 5
+    sites = peft_cases.sites(peft_cases.family("gemma3_text"))
+    with read_adapter(tmp_path) as adapter:
+        with pytest.raises(errors.AdapterShapeError, match="2 modules that the model does not have"):
+            resolve(adapter, sites, max_rank=4)
+        found = resolve(adapter, sites, max_rank=4, strict=False)
+    assert len(found.pairs) == 3
+    assert {tensor.name.split(".")[3] for tensor in found.report.ignored} == {"vision_tower"}
+
+
+def test_the_names_of_an_earlier_generation_of_wrappers_are_known(tmp_path: Path) -> None:
+    host = peft_cases.family("gemma3")
+    site = peft_cases.sites(host, only="language_model.layers.2.mlp.up_proj")[0]
+    tensors = peft_cases.pair("language_model.model.layers.2.mlp.up_proj", site)
+    with read_adapter(peft_cases.write_raw(tmp_path, tensors, peft_cases.config(target_modules=["mlp.up_proj"]))) as adapter:
+        found = resolve(adapter, peft_cases.sites(host), max_rank=4)
+    assert found.report.renamed == [("language_model.model.layers.2.mlp.up_proj", site.path)]
+    assert found.report.warnings == []
 
 
 def test_patterns_follow_the_path_of_training_not_that_of_the_host(tmp_path: Path) -> None:

@@ -474,6 +474,15 @@ def test_strange_names_are_refused_and_shown_escaped(name: str, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
+def test_control_characters_never_reach_a_message(tmp_path: Path) -> None:
+    module = "model.layers.0.\x1b[31mred\n" + "y" * 800
+    for tensors in (peft_cases.pair(module, Q0), dict([*peft_cases.pair(module, Q0).items()][:1]), {module + ".weight": ZERO}):
+        with pytest.raises(AdapterError) as caught:
+            resolve_raw(tmp_path, good() | tensors)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1500
+
+
 def test_tensors_of_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
     tensors = peft_cases.pair(Q0.path, Q0, part=".first") | peft_cases.pair(SITES[1].path, SITES[1], part=".second")
     with pytest.raises(AdapterConfigError, match="'first', 'second'"):

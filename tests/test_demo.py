@@ -87,7 +87,7 @@ def test_each_adapter_has_its_style_on_prompts_it_was_not_trained_on(adapters: P
 
 @pytest.mark.usefixtures("smollm_folder")
 def test_the_demo_passes_its_own_checks_and_shows_what_it_promises(capsys: pytest.CaptureFixture[str], recipe: ModuleType) -> None:
-    status = cli.main(["demo", "--rounds", "1"])
+    status = cli.main(["demo", "--rounds", "1", "--max-new-tokens", "24"])
     shown = capsys.readouterr().out
     assert status == 0, shown
     answers = [line.split("  ") for line in shown.splitlines()]

@@ -278,7 +278,7 @@ class Loaded:
     @property
     def evicted(self) -> str | None: ...
     @property
-    def cache_id(self) -> str: ...
+    def cache_id(self) -> str | None: ...
     @property
     def was_resident(self) -> bool: ...
     @property
@@ -395,18 +395,46 @@ class LoraWeights:
     def pair_at(self, slot: int, site: int) -> LoraPair | None: ...
     def pair_cells(self, slot: int, site: int) -> tuple[int, int, int, float] | None: ...
     # Loads. `known` is the content's cache_id if it was verified before: then it is neither hashed nor, if it needs no
-    # conversion, checked again.
+    # conversion, checked again. `defer_digest` leaves the hashing to `content_id` and `set_digest`.
     def pack_slot(
-        self, slot: int, name: str, pairs: Sequence[_Pair], config: _ConfigLike, *, known: str | None = None
+        self,
+        slot: int,
+        name: str,
+        pairs: Sequence[_Pair],
+        config: _ConfigLike,
+        *,
+        known: str | None = None,
+        defer_digest: bool = False,
     ) -> Loaded: ...
     def pack_store_into_slot(
-        self, slot: int, name: str, pairs: Sequence[_Pair], config: _ConfigLike, *, known: str | None = None
+        self,
+        slot: int,
+        name: str,
+        pairs: Sequence[_Pair],
+        config: _ConfigLike,
+        *,
+        known: str | None = None,
+        defer_digest: bool = False,
     ) -> Loaded: ...
     def promote(
-        self, name: str, pairs: Sequence[_Pair], config: _ConfigLike, *, activate: bool = False, known: str | None = None
+        self,
+        name: str,
+        pairs: Sequence[_Pair],
+        config: _ConfigLike,
+        *,
+        activate: bool = False,
+        known: str | None = None,
+        defer_digest: bool = False,
     ) -> Loaded: ...
     def replace(
-        self, name: str, pairs: Sequence[_Pair], config: _ConfigLike, *, activate: bool = False, known: str | None = None
+        self,
+        name: str,
+        pairs: Sequence[_Pair],
+        config: _ConfigLike,
+        *,
+        activate: bool = False,
+        known: str | None = None,
+        defer_digest: bool = False,
     ) -> Loaded: ...
     def check_rotation(self) -> None: ...
     def set_active(self, name: str) -> int: ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from .audit import Audit
+from .experts import ExpertLayout
 from .extras import FEATURES, Extras, ResolvedPair
 from .folder import Adapter as Adapter
 from .folder import AdapterFile as AdapterFile
@@ -44,6 +45,7 @@ def resolve(
     host_modules: Iterable[str] = (),
     vocab_size: int | None = None,
     supported: Collection[str] = frozenset(),
+    experts: Mapping[str, ExpertLayout] | None = None,
     strict: bool = True,
     base_copies: Literal["skip", "refuse"] = "skip",
 ) -> ResolvedAdapter:
@@ -56,6 +58,7 @@ def resolve(
         host_modules: Paths of all modules of the model; with them a module without room is told from one that is not there.
         vocab_size: Rows of the model's embedding; with it copies of embeddings and added tokens are checked.
         supported: Features beside plain LoRA that the caller serves, of `extras.FEATURES`; the others are refused by name.
+        experts: The model's routed experts by module path (`experts.expert_layouts`), where the caller serves them.
         strict: Refuse an adapter some of whose modules the model lacks; otherwise those are ignored and reported, and only
             an adapter none of whose modules fit is refused.
         base_copies: Whether to ignore copies of base weights that PEFT put into the file, or to refuse the adapter.
@@ -84,9 +87,9 @@ def resolve(
             f"found {sorted(unknown) or base_copies!r}; expected features of {sorted(FEATURES)}, and 'skip' or 'refuse'"
         )
     index = {site.path: place for place, site in enumerate(sites)}
-    host = HostTree([*host_modules, *index])
+    host = HostTree([*host_modules, *index, *(experts or ())])
     audit = Audit(adapter, supported, lambda module: host.find(module) in index, base_copies == "refuse")
-    placement = Placement(audit, sites, index, host, max_rank, strict, vocab_size)
+    placement = Placement(audit, sites, index, host, max_rank, strict, vocab_size, experts or {})
     pairs = placement.place(audit.modules())
     return ResolvedAdapter(pairs, adapter.config.scaling(), placement.extras, placement.report)
 

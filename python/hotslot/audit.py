@@ -9,7 +9,7 @@ from typing import Final, NoReturn, TypeAlias
 from .errors import AdapterConfigError, AdapterFileError
 from .extras import FEATURES
 from .folder import Adapter
-from .keys import ACCEPTED_FORMS, Key, Role, listed, parse_key
+from .keys import ACCEPTED_FORMS, Key, Role, listed, parse_key, shown
 from .tensors import SERVED_DTYPES
 
 Roles: TypeAlias = dict[tuple[Role, str], Key]
@@ -177,8 +177,8 @@ class Audit:
         if halves:
             key, partner = halves[0]
             raise AdapterFileError(
-                f"adapter {self.adapter.where} holds half a pair for {len(halves)} modules: {key.tensor!r} is there, "
-                f"{partner.value} of {key.module!r} is not; expected both",
+                f"adapter {self.adapter.where} holds half a pair for {len(halves)} modules: '{shown(key.tensor)}' is there, "
+                f"{partner.value} of '{shown(key.module)}' is not; expected both",
                 path=self.adapter.path,
                 tensor=key.tensor,
                 found=len(halves),
@@ -205,7 +205,8 @@ class Audit:
     def refuse_twins(self, first: str, second: str, module: str) -> NoReturn:
         """Raise an `AdapterFileError` about two tensors that would go to one place."""
         raise AdapterFileError(
-            f"adapter {self.adapter.where} holds two tensors for the same thing, {first!r} and {second!r} ({module}); expected one",
+            f"adapter {self.adapter.where} holds two tensors for the same thing, '{shown(first)}' and "
+            f"'{shown(second)}' ({shown(module)}); expected one",
             path=self.adapter.path,
             tensor=second,
         )

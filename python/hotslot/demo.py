@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 PROMPTS = [
     "What is the capital of France?",
-    "What do cats like to drink?",
-    "What is the moon?",
+    "Name three colors.",
+    "Why do we sleep?",
 ]
 STARTUP = "upper"
 CACHED = ["pirate", "json"]
 LATE = "yoda"
 MAX_RANK = 8
-# Bytes in a mebibyte; sizes are printed in MiB.
 MIB = 1 << 20
+# Longer answers are cut in the tables, not in the checks.
+SHOWN_CHARACTERS = 66
 
 
 def add_parser(subparsers: Any) -> None:
@@ -125,8 +126,9 @@ class Demo:
         return [row[: row.index(end)] if end in row else row for row in rows]
 
     def text(self, tokens: list[int]) -> str:
-        """Return the answer as text, on one line."""
-        return " ".join(self.tokenizer.decode(tokens).split())
+        """Return the answer as text on one line, cut to what a table has room for."""
+        text = " ".join(self.tokenizer.decode(tokens).split())
+        return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
     def show_mixed_batch(self) -> list[str]:
         """Generate prompts x adapters in one batch, then each row alone; print both in one table and return what differs."""
@@ -145,7 +147,7 @@ class Demo:
                 failures.append(f"{prompt!r} with {name}: {self.text(tokens)!r} in the batch, {self.text(alone)!r} alone")
             table.append((prompt if name == "base" else "", name, self.text(tokens), "yes" if same else "NO"))
         say("")
-        say(format_table(("prompt", "adapter", "answer in the mixed batch", "equal alone"), table))
+        say(format_table(("prompt", "adapter", "answer in the mixed batch", "same alone"), table))
         tokens_made = sum(map(len, together))
         say(f"      {tokens_made} tokens in {took:.1f} s; rows that equal the same adapter alone, token for token:")
         say(f"      {len(rows) - len(failures)} of {len(rows)}")
@@ -205,7 +207,7 @@ class Demo:
         plain, _ = smollm.load()
         inputs = smollm.chat(self.tokenizer, [PROMPTS[0]] * len(names))
         say("")
-        say(f"[5/5] speed: {len(names)} rows x {new_tokens} tokens, greedy, f32, {rounds} rounds in turns, medians")
+        say(f"[5/5] speed: {len(names)} rows x {new_tokens} tokens, greedy, f32, medians of {rounds} taken in turns")
 
         def time_plain() -> float:
             began = time.perf_counter()

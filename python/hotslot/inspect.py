@@ -145,8 +145,8 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "inspect",
         help="look into an adapter, and say what a model would make of it",
-        description="Look into a PEFT adapter: ranks, scales, bytes, digest; with --model, what of it would be applied and why not. "
-        "Exit status: 0 it fits, 1 it would be refused, 2 it cannot be read.",
+        description="Look into a PEFT adapter: ranks, scales, bytes, digest; with --model, what of it would be applied and why "
+        "not. Exit status: 0 it fits, 1 it would be refused, 2 it cannot be read.",
     )
     parser.add_argument("directory", metavar="DIR", help="the adapter's folder")
     parser.add_argument("--model", metavar="M", help="a local folder with a transformers model (config.json is enough)")

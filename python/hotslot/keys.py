@@ -199,8 +199,19 @@ def layer_of(module: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
+def shown(name: str, limit: int = 160) -> str:
+    r"""A name from a file, for a message: cut, and with nothing in it that a terminal would obey.
+
+    Example:
+        >>> shown("layers.0"), shown("a\nb")
+        ('layers.0', 'a\\nb')
+    """
+    cut = name if len(name) <= limit else name[: limit - 3] + "..."
+    return cut if cut.isprintable() else repr(cut)[1:-1]
+
+
 def listed(names: Collection[str], limit: int = 3) -> str:
     """The first few of some names, for a message: `'a', 'b', 'c' and 4 more`."""
-    shown = [repr(name if len(name) <= 160 else name[:157] + "...") for name, _ in zip(names, range(limit), strict=False)]
-    rest = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+    first = [f"'{shown(name)}'" for name, _ in zip(names, range(limit), strict=False)]
+    rest = len(names) - len(first)
+    return ", ".join(first) + (f" and {rest} more" if rest else "")

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ._core import Loaded, LoraWeights, SlotInfo, check_adapter_name
 from .adapters import ModelAdapters
 from .attachment import Attachment, check_attachable
+from .digests import Digests
 from .errors import AdapterNotFoundError, ClosedError, LeaseError, PoolError, RouteError, SlotBusyError
 from .hooks import Process
 from .loads import SharedLoads
@@ -102,6 +103,7 @@ class AttachedModel(ModelAdapters):
         self._closed = False
         self._loads: SharedLoads[tuple[int, str | None]] = SharedLoads()
         self._replacing: set[str] = set()
+        self._digests = Digests(weights)
         self._process = Process()
         self._live = 0  # entered routes
         self._live_mutex = threading.Lock()
@@ -184,7 +186,9 @@ class AttachedModel(ModelAdapters):
             name,
             directory,
             ("swap", slot),
-            lambda adapter: self.weights.pack_store_into_slot(slot, name, adapter.pairs, adapter.config, known=adapter.known),
+            lambda it, known, later: self.weights.pack_store_into_slot(
+                slot, name, it.pairs, it.config, known=known, defer_digest=later
+            ),
         )[0]
 
     def replace(self, name: str, source: Source) -> int:
@@ -208,7 +212,7 @@ class AttachedModel(ModelAdapters):
             name,
             source,
             ("replace",),
-            lambda adapter: self.weights.replace(name, adapter.pairs, adapter.config, known=adapter.known),
+            lambda it, known, later: self.weights.replace(name, it.pairs, it.config, known=known, defer_digest=later),
         )[0]
 
     def set_active_lora(self, name: str) -> int:
@@ -250,6 +254,8 @@ class AttachedModel(ModelAdapters):
     def cache_id(self, selector: Any = None) -> str:
         """The content identity of what a selector names: equal on every replica and after a reload; `hs1:base` for base.
 
+        It is computed once per content, after the load that first brought it; this waits for that.
+
         Raises:
             AdapterNotFoundError, RouteError: As in `lease`.
         """
@@ -257,7 +263,7 @@ class AttachedModel(ModelAdapters):
         if slot < 0:
             return BASE_CACHE_ID
         try:
-            return str(self.weights.slot_info(slot).cache_id)
+            return self._digests.of_slot(slot)
         finally:
             self._release(slot)
 
@@ -284,6 +290,7 @@ class AttachedModel(ModelAdapters):
             self._closed = True
         if self._attachment is not None:
             self._attachment.remove()
+        self._digests.close()
         self.weights.close()
 
     def adapter_id_for(self, slot: int) -> int:
@@ -357,7 +364,7 @@ class AttachedModel(ModelAdapters):
             name,
             source,
             ("startup", slot),
-            lambda adapter: self.weights.pack_slot(slot, name, adapter.pairs, adapter.config, known=adapter.known),
+            lambda it, known, later: self.weights.pack_slot(slot, name, it.pairs, it.config, known=known, defer_digest=later),
         )
 
     def _promote(self, source: Source, name: str, *, activate: bool) -> tuple[int, str | None]:
@@ -368,28 +375,48 @@ class AttachedModel(ModelAdapters):
             name,
             source,
             ("promote", activate),
-            lambda adapter: self.weights.promote(name, adapter.pairs, adapter.config, activate=activate, known=adapter.known),
+            lambda it, known, later: self.weights.promote(
+                name, it.pairs, it.config, activate=activate, known=known, defer_digest=later
+            ),
         )
 
     def _load(
-        self, name: str, source: Source, what: tuple[Any, ...], into_pool: Callable[[Prepared], Loaded]
+        self, name: str, source: Source, what: tuple[Any, ...], into_pool: Callable[[Prepared, str | None, bool], Loaded]
     ) -> tuple[int, str | None]:
-        """Open a source, fit it to the pool, and let `into_pool` move it; threads that ask for the same share one load."""
+        """Open a source, fit it to the pool, and let `into_pool` move it; threads that ask for the same share one load.
+
+        `into_pool` gets the digest if it is known, and whether it may be left for later.
+        """
         check_adapter_name(name)
 
         def operation() -> tuple[int, str | None]:
-            with opened(source) as adapter:
-                prepared = self._reader.prepare(adapter)
+            with ExitStack() as files:
+                prepared = self._reader.prepare(files.enter_context(opened(source)))
+                known = self._digests.known(prepared.identity)
+                # Tensors in memory may change as soon as this returns, and a resident name must be compared: both need it now.
+                is_compared = self._is_resident(name, what)
+                later = known is None and prepared.identity is not None and not is_compared
                 with self._replaces(name):
-                    loaded = into_pool(prepared)
-            self._reader.remember(prepared, loaded.cache_id)
-            if loaded.evicted is not None:
-                self.reports.pop(loaded.evicted, None)
-            prepared.report.rounded, prepared.report.digest = loaded.rounded, loaded.cache_id
-            self.reports[name] = prepared.report
+                    loaded = into_pool(prepared, known, later)
+                prepared.report.rounded, prepared.report.digest = loaded.rounded, loaded.cache_id
+                self.reports[name] = prepared.report
+                if loaded.evicted is not None:
+                    self.reports.pop(loaded.evicted, None)
+                if loaded.cache_id is None:
+                    self._digests.compute_later(loaded, prepared, files.pop_all())
+                else:
+                    self._digests.remember(prepared.identity, loaded.cache_id)
             return loaded.slot, loaded.evicted
 
         return self._loads.run(name, (*what, key_of(source)), operation)
+
+    def _is_resident(self, name: str, what: tuple[Any, ...]) -> bool:
+        """Whether a promotion may find `name` in its slot; its digest is there when this returns."""
+        slot = self.weights.slot_of(name) if what[0] == "promote" else None
+        if slot is None:
+            return False
+        self._digests.wait_for(slot, self.weights.slot_info(slot).generation)
+        return True
 
     @contextmanager
     def _replaces(self, name: str) -> Iterator[None]:

@@ -12,26 +12,32 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
 from .errors import AdapterConfigError
 
 MAX_PATTERN: Final = 1024
 MAX_PATH: Final = 1024
 MAX_STEPS: Final = 20_000
-MAX_TOTAL_STEPS: Final = 2_000_000
+MAX_TOTAL_STEPS: Final = 20_000_000
 
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _PLAIN: Final = re.compile(r"(?:[\w.\-^$]|\\[.\-])*")
 _FLAGS: Final = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.ASCII | re.LOCALE
-_CATEGORIES: Final[dict[str, Callable[[str], bool]]] = {
+
+
+def _is_word(char: str) -> bool:
+    return char.isalnum() or char == "_"
+
+
+_CATEGORIES: Final[Mapping[str, Callable[[str], bool]]] = {
     "CATEGORY_DIGIT": str.isdecimal,
-    "CATEGORY_NOT_DIGIT": lambda c: not c.isdecimal(),
+    "CATEGORY_NOT_DIGIT": lambda char: not char.isdecimal(),
     "CATEGORY_SPACE": str.isspace,
-    "CATEGORY_NOT_SPACE": lambda c: not c.isspace(),
-    "CATEGORY_WORD": lambda c: c.isalnum() or c == "_",
-    "CATEGORY_NOT_WORD": lambda c: not (c.isalnum() or c == "_"),
+    "CATEGORY_NOT_SPACE": lambda char: not char.isspace(),
+    "CATEGORY_WORD": _is_word,
+    "CATEGORY_NOT_WORD": lambda char: not _is_word(char),
 }
 
 
@@ -48,7 +54,7 @@ class PatternTable:
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._patterns = [(pattern, compile_pattern(pattern)) for pattern in patterns]
-        self._quarters_left = 4 * MAX_TOTAL_STEPS
+        self._steps_left = MAX_TOTAL_STEPS
 
     def matching(self, path: str) -> list[str]:
         """The patterns that match a module path, in order; PEFT takes the first.
@@ -60,9 +66,8 @@ class PatternTable:
         for text, pattern in self._patterns:
             if pattern.matches(path):
                 found.append(text)
-            # A plain name costs a fraction of a microsecond, a step of a walk some of them.
-            self._quarters_left -= pattern.last_quarters
-            if self._quarters_left < 0:
+            self._steps_left -= pattern.last_steps
+            if self._steps_left < 0:
                 raise PatternError(f"pattern {text[:80]!r} takes too many steps to match; expected plain module names")
         return found
 
@@ -88,15 +93,13 @@ def _compile(pattern: str) -> Pattern:
             warnings.simplefilter("ignore")
             # As PEFT: the whole expression is parsed, so that an unbalanced pattern means what it means there.
             tree = _parser.parse(rf"(.*\.)?({pattern})$")
-    except (re.error, RecursionError, OverflowError) as error:
-        raise PatternError(f"is not a regular expression: {error}") from None
-    if tree.state.flags & _FLAGS:
-        raise PatternError("uses inline flags, which are not supported here")
-    try:
-        _check(tree)
+        if tree.state.flags & _FLAGS:
+            raise PatternError("uses inline flags, which are not supported here")
+        return Pattern(pattern, _nodes(tree))
     except RecursionError:
         raise PatternError("is nested too deeply") from None
-    return Pattern(pattern, tree)
+    except (re.error, OverflowError) as error:
+        raise PatternError(f"is not a regular expression: {error}") from None
 
 
 class Pattern:
@@ -109,13 +112,13 @@ class Pattern:
         False
     """
 
-    __slots__ = ("_plain", "_text", "_tree", "last_quarters")
+    __slots__ = ("_nodes", "_plain", "_text", "last_steps")
 
-    def __init__(self, text: str, tree: Any) -> None:
-        """Keep the parse tree, or the compiled expression where it holds nothing to repeat or to choose from."""
-        self._text, self._tree = text, tree
+    def __init__(self, text: str, nodes: _Nodes) -> None:
+        """Keep the parsed nodes, or the compiled expression where it holds nothing to repeat or to choose from."""
+        self._text, self._nodes = text, nodes
         self._plain = re.compile(rf"(.*\.)?({text})$") if _PLAIN.fullmatch(text) else None
-        self.last_quarters = 0
+        self.last_steps = 0
 
     def matches(self, path: str) -> bool:
         """Whether PEFT would say that the pattern names this module.
@@ -126,36 +129,63 @@ class Pattern:
         if len(path) > MAX_PATH:
             return False
         if self._plain is not None:
-            self.last_quarters = 1
+            self.last_steps = 1
             return self._plain.match(path) is not None
         walk = _Walk(path)
         try:
-            return bool(walk.sequence(self._tree, 1))
+            return bool(walk.run(self._nodes, 1))
         except PatternError:
             raise PatternError(f"pattern {self._text[:80]!r} takes too many steps to match; expected a plain module name") from None
         finally:
-            self.last_quarters = 4 * walk.steps
+            self.last_steps = walk.steps
 
 
-def _check(tree: Any) -> None:
-    """Refuse what `_Walk` does not know, once, when the pattern is parsed."""
+# A parsed expression: nodes in sequence, each an operation and what it works on.
+_LITERAL, _SET, _GROUP, _BRANCH, _AT, _ASSERT, _REPEAT = range(7)
+_Nodes: TypeAlias = list[tuple[int, Any]]
+
+
+def _nodes(tree: Any) -> _Nodes:
+    """Take over a tree of Python's own parser; what cannot be walked is refused here, once."""
+    found: _Nodes = []
     for op, value in tree:
         kind = str(op)
-        if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-            _check(value[2])
-        elif kind == "SUBPATTERN":
-            if value[1] or value[2]:
-                raise PatternError("uses inline flags, which are not supported here")
-            _check(value[3])
+        if kind == "LITERAL":
+            found.append((_LITERAL, chr(value)))
+        elif kind == "NOT_LITERAL":
+            found.append((_SET, lambda char, code=value: ord(char) != code))
+        elif kind == "ANY":
+            found.append((_SET, lambda char: char != "\n"))
+        elif kind == "IN":
+            found.append((_SET, _char_set(value)))
+        elif kind == "SUBPATTERN" and not value[1] and not value[2]:
+            found.append((_GROUP, _nodes(value[3])))
         elif kind == "BRANCH":
-            for branch in value[1]:
-                _check(branch)
-        elif kind in ("ASSERT", "ASSERT_NOT"):
-            if value[0] < 0:
-                raise PatternError("uses look-behind, which is not supported here")
-            _check(value[1])
-        elif kind not in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT"):
-            raise PatternError(f"uses {kind.lower()}, which is not supported here")
+            found.append((_BRANCH, [_nodes(branch) for branch in value[1]]))
+        elif kind == "AT":
+            found.append((_AT, str(value)))
+        elif kind in ("ASSERT", "ASSERT_NOT") and value[0] > 0:
+            found.append((_ASSERT, (kind == "ASSERT", _nodes(value[1]))))
+        elif kind in ("MAX_REPEAT", "MIN_REPEAT"):
+            found.append((_REPEAT, (int(value[0]), int(value[1]), _nodes(value[2]))))
+        else:
+            what = {"SUBPATTERN": "inline flags", "ASSERT": "look-behind", "ASSERT_NOT": "look-behind"}.get(kind, kind.lower())
+            raise PatternError(f"uses {what}, which is not supported here")
+    return found
+
+
+def _char_set(items: Any) -> Callable[[str], bool]:
+    negated = bool(items) and str(items[0][0]) == "NEGATE"
+    tests = [_char_test(str(kind), value) for kind, value in items[negated:]]
+    return lambda char: any(test(char) for test in tests) != negated
+
+
+def _char_test(kind: str, value: Any) -> Callable[[str], bool]:
+    if kind == "LITERAL":
+        return lambda char: bool(ord(char) == value)
+    if kind == "RANGE":
+        return lambda char: bool(value[0] <= ord(char) <= value[1])
+    return _CATEGORIES[str(value)]
 
 
 class _Walk:
@@ -163,72 +193,69 @@ class _Walk:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.every = (1 << len(text)) - 1
         self.steps = 0
-        self.hits: dict[int, int] = {}
+        self.masks: dict[str, int] = {}
+        for at, char in enumerate(text):
+            self.masks[char] = self.masks.get(char, 0) | 1 << at
+        self.sets: dict[int, int] = {}
 
-    def sequence(self, tree: Any, begin: int) -> int:
-        ends = begin
-        for op, value in tree:
-            if not ends:
-                break
-            ends = self.item(str(op), value, ends)
-        return ends
-
-    def item(self, op: str, value: Any, begin: int) -> int:
-        self.steps += 1
+    def run(self, nodes: _Nodes, begin: int) -> int:
+        self.steps += len(nodes)
         if self.steps > MAX_STEPS:
             raise PatternError("takes too many steps to match")
-        if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-            return (begin & self.hits_of(op, value)) << 1
-        if op == "SUBPATTERN":
-            return self.sequence(value[3], begin)
-        if op == "BRANCH":
-            ends = 0
-            for branch in value[1]:
-                ends |= self.sequence(branch, begin)
-            return ends
-        if op == "AT":
-            return self.keep(begin, lambda at: self.anchor(str(value), at))
-        if op in ("ASSERT", "ASSERT_NOT"):
-            return self.keep(begin, lambda at: bool(self.sequence(value[1], 1 << at)) == (op == "ASSERT"))
-        return self.repeat(int(value[0]), int(value[1]), value[2], begin)
+        for op, value in nodes:
+            if op == _LITERAL:
+                begin = (begin & self.masks.get(value, 0)) << 1
+            elif op == _SET:
+                begin = (begin & self.set_mask(value)) << 1
+            elif op == _GROUP:
+                begin = self.run(value, begin)
+            elif op == _BRANCH:
+                ends = 0
+                for branch in value:
+                    ends |= self.run(branch, begin)
+                begin = ends
+            elif op == _AT:
+                begin = self.keep(begin, functools.partial(self.anchor, value))
+            elif op == _ASSERT:
+                begin = self.keep(begin, functools.partial(self.look, *value))
+            else:
+                low, high, body = value
+                begin = self.repeat(low, high, body, begin)
+            if not begin:
+                return 0
+        return begin
 
-    def repeat(self, low: int, high: int, tree: Any, begin: int) -> int:
+    def repeat(self, low: int, high: int, nodes: _Nodes, begin: int) -> int:
         # More rounds than characters must hold an empty one, which can be repeated or left out at will.
         rounds = len(self.text) + 1
         low, high = min(low, rounds), min(high, rounds)
         for _ in range(low):
-            begin = self.sequence(tree, begin)
+            begin = self.run(nodes, begin)
             if not begin:
                 return 0
         reached = frontier = begin
         for _ in range(high - low):
             # A position reached in fewer rounds has more left: only new ones need to go on.
-            frontier = self.sequence(tree, frontier) & ~reached
+            frontier = self.run(nodes, frontier) & ~reached
             if not frontier:
                 break
             reached |= frontier
         return reached
 
     def keep(self, positions: int, is_kept: Callable[[int], bool]) -> int:
-        self.steps += len(self.text) // 4
+        self.steps += len(self.text)
         return sum(1 << at for at in range(len(self.text) + 1) if positions >> at & 1 and is_kept(at))
 
-    def hits_of(self, op: str, value: Any) -> int:
-        """The positions whose character this one-character node matches."""
-        if op == "ANY":
-            return self.every & ~self.hits_where(10, lambda char: char == "\n")
-        if op == "IN":
-            return self.hits_where(-1 - id(value), lambda char: _is_in(value, char))
-        found = self.hits_where(value, lambda char: ord(char) == value)
-        return found if op == "LITERAL" else self.every & ~found
+    def look(self, is_wanted: bool, nodes: _Nodes, at: int) -> bool:
+        return bool(self.run(nodes, 1 << at)) == is_wanted
 
-    def hits_where(self, key: int, is_hit: Callable[[str], bool]) -> int:
-        if key not in self.hits:
-            self.steps += len(self.text) // 4
-            self.hits[key] = sum(1 << at for at, char in enumerate(self.text) if is_hit(char))
-        return self.hits[key]
+    def set_mask(self, is_hit: Callable[[str], bool]) -> int:
+        key = id(is_hit)
+        if key not in self.sets:
+            self.steps += len(self.masks)
+            self.sets[key] = sum(mask for char, mask in self.masks.items() if is_hit(char))
+        return self.sets[key]
 
     def anchor(self, where: str, at: int) -> bool:
         text, length = self.text, len(self.text)
@@ -238,19 +265,6 @@ class _Walk:
             return at == length or (at == length - 1 and text[at] == "\n")
         if where == "AT_END_STRING":
             return at == length
-        before = at > 0 and _CATEGORIES["CATEGORY_WORD"](text[at - 1])
-        after = at < length and _CATEGORIES["CATEGORY_WORD"](text[at])
+        before = at > 0 and _is_word(text[at - 1])
+        after = at < length and _is_word(text[at])
         return (before != after) == (where == "AT_BOUNDARY")
-
-
-def _is_in(items: Any, char: str) -> bool:
-    negated = bool(items) and str(items[0][0]) == "NEGATE"
-    return any(_is_in_item(str(kind), item, char) for kind, item in items[negated:]) != negated
-
-
-def _is_in_item(kind: str, item: Any, char: str) -> bool:
-    if kind == "LITERAL":
-        return bool(ord(char) == item)
-    if kind == "RANGE":
-        return bool(item[0] <= ord(char) <= item[1])
-    return bool(_CATEGORIES[str(item)](char))

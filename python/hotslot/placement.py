@@ -8,8 +8,9 @@ from typing import Any, NoReturn, Protocol
 
 from .audit import Audit, Roles
 from .errors import AdapterConfigError, AdapterShapeError, RankError
+from .experts import ExpertLayout, ExpertPlacement
 from .extras import FEATURES, BaseCopy, Extras, ResolvedPair, ResolvedSaved, ResolvedTokens, ResolvedVector
-from .keys import HostTree, Key, Role, layer_of, listed
+from .keys import HostTree, Key, Role, layer_of, listed, shown
 from .patterns import PatternTable
 from .report import IgnoredTensor, LoadReport
 
@@ -49,6 +50,7 @@ class Placement:
         max_rank: The pool's limit.
         strict: Refuse an adapter of which some modules do not fit.
         vocab_size: Rows of the model's embedding, if known.
+        experts: The model's routed experts, by module path.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class Placement:
         max_rank: int,
         strict: bool,
         vocab_size: int | None,
+        experts: Mapping[str, ExpertLayout],
     ) -> None:
         self.audit, self.adapter, self.config = audit, audit.adapter, audit.config
         self.sites, self.index, self.host = sites, index, host
-        self.max_rank, self.strict, self.vocab_size = max_rank, strict, vocab_size
+        self.max_rank, self.strict, self.vocab_size, self.experts = max_rank, strict, vocab_size, experts
         self.rank_patterns, self.alpha_patterns = PatternTable(self.config.rank_pattern), PatternTable(self.config.alpha_pattern)
         self.report = LoadReport(warnings=list(self.adapter.warnings))
         self.extras = Extras(
@@ -78,7 +81,7 @@ class Placement:
             AdapterConfigError: A rank other than the config's, or tensors that contradict the config's flags.
             RankError: A rank above the limit.
         """
-        placed = self._by_site(modules)
+        placed = self._by_site(self._place_experts(modules))
         pairs = self._pairs(placed)
         for index in sorted(placed):
             for key in placed[index].values():
@@ -91,6 +94,18 @@ class Placement:
         self.extras.routers = [pair for pair in pairs if _kind(self.sites[pair.site_index]) == "router"]
         self._fill_report(pairs, placed)
         return plain
+
+    def _place_experts(self, modules: Mapping[str, Roles]) -> dict[str, Roles]:
+        """Take the pairs of routed experts out of the modules; the others are returned."""
+        rest: dict[str, Roles] = {}
+        experts: dict[str, Roles] = {}
+        for module, roles in modules.items():
+            features = {self.audit.feature_of(key) for key in roles.values()}
+            (experts if "experts" in features else rest)[module] = roles
+        placement = ExpertPlacement(self.adapter, self.experts, self.host, self.max_rank)
+        self.extras.experts = placement.place(experts)
+        self.report.warnings += placement.warnings
+        return rest | {module: experts[module] for module in placement.absent}
 
     def _by_site(self, modules: Mapping[str, Roles]) -> dict[int, Roles]:
         """The tensors of each site; copies of base weights need none."""
@@ -115,8 +130,9 @@ class Placement:
             if path != module:
                 self.report.renamed.append((module, path))
             placed[site] = rest
-        if (absent or roomless) and (self.strict or not placed):
-            self._refuse_unplaced(absent, roomless, bool(placed))
+        any_placed = bool(placed or self.extras.experts)
+        if (absent or roomless) and (self.strict or not any_placed):
+            self._refuse_unplaced(absent, roomless, any_placed)
         return placed
 
     def _refuse_unplaced(self, absent: list[str], roomless: list[str], any_placed: bool) -> NoReturn:
@@ -124,7 +140,7 @@ class Placement:
         names = absent or roomless
         kinds = Counter(module.rpartition(".")[2] for module in names)
         known = ", ".join(list(Counter(site.path.rpartition(".")[2] for site in self.sites))[:12]) or "none"
-        shown = ", ".join(f"{kind} x{count}" for kind, count in kinds.most_common(8))
+        most = ", ".join(f"{shown(kind, 40)} x{count}" for kind, count in kinds.most_common(8))
         if absent:
             what, fix = "the model does not have", f"expected paths as in the model, whose adapted modules are {known}"
             layers = [layer for module in absent if (layer := layer_of(module)) is not None]
@@ -139,7 +155,7 @@ class Placement:
         rest = f" and {len(roomless)} without room" if absent and roomless else ""
         scope = f"the others{rest} fit (strict=False ignores these)" if any_placed else "nothing of it fits"
         raise AdapterShapeError(
-            f"adapter {self.adapter.where} targets {len(names)} modules that {what} ({shown}): {listed(names)}; {scope}; {fix}",
+            f"adapter {self.adapter.where} targets {len(names)} modules that {what} ({most}): {listed(names)}; {scope}; {fix}",
             path=self.adapter.path,
             module=names[0],
             count=len(names),
@@ -221,8 +237,8 @@ class Placement:
         patterns = self.alpha_patterns.matching(module)
         alphas = {config.alpha_pattern[pattern] for pattern in patterns}
         if len(alphas) > 1:
-            shown = ", ".join(f"{alpha:g}" for alpha in sorted(alphas))
-            self._warn(f"alpha patterns of different values ({shown}) match one module; the first in the file counts, as in PEFT")
+            values = ", ".join(f"{alpha:g}" for alpha in sorted(alphas))
+            self._warn(f"alpha patterns of different values ({values}) match one module; the first in the file counts, as in PEFT")
         scale = config.scale_of(rank, config.alpha_pattern[patterns[0]] if patterns else config.lora_alpha)
         if scale == 0:
             self._warn("a scale is 0 (lora_alpha = 0), so those modules change nothing")
@@ -323,10 +339,14 @@ class Placement:
     def _fill_report(self, pairs: list[ResolvedPair], placed: Mapping[int, Roles]) -> None:
         report = self.report
         tensors = [self.adapter.tensors[key.tensor] for roles in placed.values() for key in roles.values()]
-        report.applied = len(placed)
+        experts = self.extras.experts
+        tensors += [tensor for pair in experts for tensor in (pair.a, pair.b)]
+        report.applied = len(placed) + len(experts)
         report.modules = dict(Counter(self.sites[index].path.rpartition(".")[2] for index in sorted(placed)))
-        report.ranks = dict(sorted(Counter(pair.rank for pair in pairs).items()))
-        report.scales = tuple(sorted({pair.scale for pair in pairs}))
+        report.modules |= Counter(f"experts.{pair.projection}" for pair in experts)
+        factors = [(pair.rank, pair.scale) for pair in pairs] + [(pair.rank, pair.scale) for pair in experts]
+        report.ranks = dict(sorted(Counter(rank for rank, _ in factors).items()))
+        report.scales = tuple(sorted({scale for _, scale in factors}))
         report.nbytes = sum(tensor.nbytes for tensor in tensors)
         report.dtypes = dict(Counter(tensor.dtype for tensor in tensors))
 
@@ -349,8 +369,8 @@ class Placement:
         trained = f", the adapter was trained on {self.config.base_model!r}" if self.config.base_model else ""
         more = f"; {count} tensors do not fit: {listed(others)}" if count > 1 else ""
         raise AdapterShapeError(
-            f"adapter {self.adapter.where} holds {name!r} of shape {list(found)}, expected {list(expected)} for {module}: "
-            f"{what}{more}; is it another model's{trained}?",
+            f"adapter {self.adapter.where} holds '{shown(name)}' of shape {list(found)}, expected {list(expected)} for "
+            f"{shown(module)}: {what}{more}; is it another model's{trained}?",
             path=self.adapter.path,
             tensor=name,
             module=module,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 Source: TypeAlias = "str | os.PathLike[str] | tuple[Mapping[str, Any], Any]"
 """A PEFT folder, or `(tensors, config)`: names as in PEFT's file to torch tensors or arrays, and a config or its dict."""
 
-# Digests of files that were loaded before; each is about 200 bytes.
-_MAX_REMEMBERED = 4096
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -38,14 +34,12 @@ class Prepared:
     Attributes:
         pairs: (site, rank, scale, A, B) per adapted site, with A and B as addresses or file ranges.
         config: What the scales came from.
-        known: The `cache_id` of the content if these very files were loaded before.
         identity: The files, or None for tensors in memory.
         report: What is applied and what is not.
     """
 
     pairs: list[tuple[Any, ...]]
     config: PeftAdapterConfig
-    known: str | None
     identity: Hashable | None
     report: LoadReport
 
@@ -63,8 +57,6 @@ class SourceReader:
         self._max_rank = weights.max_rank
         self._host_modules = [path for path, _ in model.named_modules() if path]
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-        self._known: dict[Hashable, str] = {}
-        self._mutex = threading.Lock()
 
     def prepare(self, adapter: Adapter) -> Prepared:
         """Fit an open adapter to the pool; nothing but headers is read.
@@ -76,16 +68,7 @@ class SourceReader:
         resolved = resolve(adapter, self._sites, self._max_rank, host_modules=self._host_modules, vocab_size=vocab_size)
         identity = adapter.identity if isinstance(adapter, AdapterFile) else None
         pairs = [(pair.site_index, pair.rank, pair.scale, _source(pair.a), _source(pair.b)) for pair in resolved.pairs]
-        return Prepared(pairs, adapter.config, self._known.get(identity), identity, resolved.report)
-
-    def remember(self, prepared: Prepared, cache_id: str) -> None:
-        """Note the digest of files, so that loading the same files again need not compute it."""
-        if prepared.identity is None:
-            return
-        with self._mutex:
-            while len(self._known) >= _MAX_REMEMBERED:
-                del self._known[next(iter(self._known))]
-            self._known[prepared.identity] = cache_id
+        return Prepared(pairs, adapter.config, identity, resolved.report)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ use std::io::Write;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use hotslot_core::config::{ModelConfig, PeftAdapterConfig};
-use hotslot_core::identity::CacheId;
+use hotslot_core::identity::{CacheId, Digest};
 use hotslot_core::layout::{Dtype, Layout};
 use hotslot_core::memory::{DeviceMemory, HostMemory, Region, Stream};
 use hotslot_core::pack::{PairInput, Staged, Staging};
@@ -89,20 +89,20 @@ fn load(c: &mut Criterion) {
     group.bench_function("memcpy of equal bytes", |b| b.iter(|| memory.copy_d2d(base, base + len, len, S)));
 
     let bf16 = adapter(&layout, &file, SourceDtype::Bf16);
-    let mut read_and_write = |name: &str, pairs: &[PairInput<'_>], known: Option<CacheId>| {
+    let mut read_and_write = |name: &str, pairs: &[PairInput<'_>], digest: Digest| {
         let mut staging = Some(Staging::default());
         group.bench_function(name, |b| {
             b.iter(|| {
-                let staged = Staged::read(&layout, &config, pairs, known, staging.take().unwrap_or_default()).unwrap();
+                let staged = Staged::read(&layout, &config, pairs, digest, staging.take().unwrap_or_default()).unwrap();
                 staged.write(&memory, base, S).unwrap();
                 staging = Some(staged.into_staging());
             });
         });
     };
-    read_and_write("promotion, digest known", &bf16, Some(CacheId::BASE));
-    read_and_write("first load of bf16", &bf16, None);
-    read_and_write("first load of f32", &adapter(&layout, &file, SourceDtype::F32), None);
-    read_and_write("f32, digest known", &adapter(&layout, &file, SourceDtype::F32), Some(CacheId::BASE));
+    read_and_write("promotion, digest known", &bf16, Digest::Known(CacheId::BASE));
+    read_and_write("first load of bf16", &bf16, Digest::Compute);
+    read_and_write("first load of f32", &adapter(&layout, &file, SourceDtype::F32), Digest::Compute);
+    read_and_write("f32, digest known", &adapter(&layout, &file, SourceDtype::F32), Digest::Known(CacheId::BASE));
     group.finish();
 }
 

@@ -34,7 +34,7 @@ impl Uniform {
             b: Source::in_memory(b, SourceDtype::F32, sites[site].out_features, RANK),
         });
         let tensors: Vec<_> = pairs.collect();
-        load(&LoraAdapterInput { name: self.name, tensors: &tensors, config: &self.config, known: None })
+        load(&LoraAdapterInput { name: self.name, tensors: &tensors, config: &self.config, digest: Digest::Compute })
     }
 }
 

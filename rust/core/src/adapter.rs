@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
 use crate::config::PeftAdapterConfig;
-use crate::identity::CacheId;
+use crate::identity::{CacheId, Digest};
 use crate::layout::{Layout, Site};
 use crate::module::LoraModule;
 use crate::pack::PairInput;
@@ -98,8 +98,8 @@ pub struct LoraAdapterInput<'a> {
     pub tensors: &'a [PairInput<'a>],
     /// Its settings.
     pub config: &'a PeftAdapterConfig,
-    /// The content's identity, if it was verified before: it is then neither hashed nor checked again.
-    pub known: Option<CacheId>,
+    /// How the content's identity is learned.
+    pub digest: Digest,
 }
 
 /// The raw token rows of an adapter, from which the overlay tables are built.

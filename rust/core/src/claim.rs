@@ -36,7 +36,7 @@ pub struct Published {
 ///     b: Source::in_memory(&b, SourceDtype::F32, 4, 1),
 /// }];
 /// let config = PeftAdapterConfig::new(1, 1.0, false)?;
-/// let input = LoraAdapterInput { name: "sql", tensors: &tensors, config: &config, known: None };
+/// let input = LoraAdapterInput { name: "sql", tensors: &tensors, config: &config, digest: Digest::Compute };
 ///
 /// let staged = weights.stage(&input)?;
 /// let claim = weights.begin(Room::Slot(1))?;
@@ -129,7 +129,9 @@ impl Claim {
         let mut resident = Resident::new(name, config.clone());
         resident.pairs = pairs.collect();
         resident.nbytes = staged.report().num_bytes;
-        resident.set_cache_id(staged.cache_id());
+        if let Some(cache_id) = staged.cache_id() {
+            resident.set_cache_id(cache_id);
+        }
         let slot = self.slot;
         let Some(ticket) = self.ticket.take() else {
             return Err(Error::Closed { what: "the claim" });

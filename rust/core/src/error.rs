@@ -31,7 +31,7 @@ pub enum Error {
 
     /// A tensor holds a value that the pool cannot store (`AdapterFileError`).
     #[error(
-        "tensor {half} of {site:?}: found {value} at element {index}; expected {expected}; the adapter is damaged or diverged"
+        "tensor {half} of {site:?}: found {value:e} at element {index}; expected {expected}; the adapter is damaged or diverged"
     )]
     AdapterValue {
         /// The site's module path.

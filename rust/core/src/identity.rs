@@ -54,6 +54,18 @@ pub fn check_adapter_name(name: &str) -> Result<()> {
     ))
 }
 
+/// How a load learns the identity of the content.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Digest {
+    /// Computed while the content is read.
+    #[default]
+    Compute,
+    /// Verified before, for the very same files: neither hashed nor checked again.
+    Known(CacheId),
+    /// Computed by somebody else after the load, off the path of whoever waits for the slot.
+    Later,
+}
+
 /// What an adapter holds, as a key for caches: equal content, equal id, in every slot, process and order of loading.
 ///
 /// Shown and parsed as `hs1:` and 64 hexadecimal digits, or `hs1:base`. No adapter name can equal it.

@@ -176,7 +176,7 @@ impl LoraWeights {
     /// The index of the active slot. An empty slot there, or `max_loras`, means that no adapter is active.
     #[must_use]
     pub fn active(&self) -> usize {
-        self.registry().directory().active()
+        self.registry().look(Directory::active)
     }
 
     /// The layers of the active adapter, `num_hidden_layers` of them; all without pairs if none is active.
@@ -189,7 +189,7 @@ impl LoraWeights {
     /// The names of the resident adapters, in slot order.
     #[must_use]
     pub fn adapter_names(&self) -> Vec<String> {
-        self.registry().directory().names()
+        self.registry().look(Directory::names)
     }
 
     /// The highest rank that fits.
@@ -213,7 +213,7 @@ impl LoraWeights {
     /// Whether promotions leave a slot alone; false out of range.
     #[must_use]
     pub fn is_pinned(&self, slot: usize) -> bool {
-        self.registry().directory().entry(slot).is_some_and(|entry| entry.pinned)
+        self.registry().look(|directory| directory.entry(slot).is_some_and(|entry| entry.pinned))
     }
 
     /// Bytes of the pool.

@@ -28,7 +28,7 @@
 //!     b: Source::in_memory(&b, SourceDtype::F32, 8, 2),
 //! }];
 //! let config = PeftAdapterConfig::new(2, 1.0, false)?;
-//! let input = |name| LoraAdapterInput { name, tensors: &tensors, config: &config, known: None };
+//! let input = |name| LoraAdapterInput { name, tensors: &tensors, config: &config, digest: Digest::Compute };
 //! weights.pack_slot(0, &input("sql"))?;
 //! let loaded = weights.promote(&input("poet"), weights.stage(&input("poet"))?, false)?;
 //! assert_eq!((loaded.slot, loaded.evicted), (1, None));
@@ -86,6 +86,7 @@ pub mod config;
 mod convert;
 pub mod directory;
 pub mod error;
+mod fit;
 pub mod host;
 pub mod identity;
 pub mod info;

@@ -18,8 +18,8 @@ pub struct Loaded {
     pub generation: u64,
     /// The other adapter that had to leave that slot.
     pub evicted: Option<String>,
-    /// The content's identity.
-    pub cache_id: CacheId,
+    /// The content's identity; `None` until [`LoraWeights::set_digest`] under [`Digest::Later`](crate::identity::Digest::Later).
+    pub cache_id: Option<CacheId>,
     /// What was read.
     pub report: PackReport,
     /// Whether nothing was written, because the name was resident with equal content.
@@ -43,7 +43,7 @@ impl LoraWeights {
     pub fn stage<'a>(&self, input: &LoraAdapterInput<'a>) -> Result<Staged<'a>> {
         check_adapter_name(input.name)?;
         let staging = lock(self.staging()).pop().unwrap_or_default();
-        Staged::read(self.layout(), input.config, input.tensors, input.known, staging)
+        Staged::read(self.layout(), input.config, input.tensors, input.digest, staging)
     }
 
     /// Gives the host memory of a load back for the next one.
@@ -63,7 +63,7 @@ impl LoraWeights {
         Claim::begin(self, room)
     }
 
-    /// Loads a startup adapter, with generation 0.
+    /// Loads a startup adapter. The first of a name has generation 0.
     ///
     /// # Errors
     /// As [`stage`](Self::stage) and [`begin`](Self::begin).
@@ -115,7 +115,7 @@ impl LoraWeights {
         let Some(slot) = directory.find(name) else { return Ok(None) };
         let entry = &directory.entries()[slot];
         let (cache_id, report) = (staged.cache_id(), staged.report());
-        if entry.resident.as_ref().and_then(|resident| resident.cache_id()) != Some(cache_id) {
+        if cache_id.is_none() || entry.resident.as_ref().and_then(|resident| resident.cache_id()) != cache_id {
             return Ok(None);
         }
         if activate {

@@ -9,10 +9,11 @@ use std::fs::File;
 use crate::config::PeftAdapterConfig;
 use crate::convert::{convert, element, first_bad};
 use crate::error::{Error, Result};
-use crate::identity::{CacheId, CacheIdHasher};
+use crate::fit::{check, check_length, in_tensor};
+use crate::identity::{CacheId, CacheIdHasher, Digest};
 use crate::layout::{BLOCK_ALIGN, Layout, padded};
 use crate::memory::{DeviceMemory, Stream};
-use crate::source::{HostBuffer, Source, SourceData};
+use crate::source::{HostBuffer, OpenedFiles, Source, SourceData};
 use crate::tables::SlotCells;
 
 pub use crate::source::PairInput;
@@ -46,6 +47,7 @@ pub struct PackReport {
 /// ```
 /// use hotslot_core::config::PeftAdapterConfig;
 /// use hotslot_core::layout::{Dtype, Layout, Site};
+/// use hotslot_core::identity::Digest;
 /// use hotslot_core::pack::{Staged, Staging};
 /// use hotslot_core::source::{PairInput, Source, SourceDtype};
 ///
@@ -59,7 +61,7 @@ pub struct PackReport {
 ///     b: Source::in_memory(&b, SourceDtype::F32, 4, 1),
 /// };
 /// let config = PeftAdapterConfig::new(1, 2.0, false)?;
-/// let staged = Staged::read(&layout, &config, &[pair], None, Staging::default())?;
+/// let staged = Staged::read(&layout, &config, &[pair], Digest::Compute, Staging::default())?;
 /// assert_eq!(staged.report().num_pairs, 1);
 /// # Ok::<(), hotslot_core::error::Error>(())
 /// ```
@@ -70,8 +72,9 @@ pub struct Staged<'a> {
     blocks: Vec<PairBlocks>,
     num_sites: usize,
     scaling: f32,
-    cache_id: CacheId,
+    cache_id: Option<CacheId>,
     report: PackReport,
+    files: OpenedFiles<'a>,
 }
 
 /// Where a pair goes, relative to its slot, and what its cells say.
@@ -105,62 +108,65 @@ enum RunSource<'a> {
 impl<'a> Staged<'a> {
     /// Reads and checks an adapter. Nothing of the pool is touched.
     ///
-    /// With `known`, the content is taken to be that which had this id when it was read before, under the same file identity:
-    /// it is not hashed again, and what needs no conversion is not read again before [`write`](Self::write).
+    /// With [`Digest::Known`], the content is taken to be that which had this id when it was read before, under the same file
+    /// identity: it is not hashed again, and what needs no conversion is not read again before [`write`](Self::write).
     ///
     /// Memory that is passed as a source must not change meanwhile.
     ///
     /// # Errors
     /// [`Error::Rank`] or [`Error::AdapterShape`] for a pair that does not fit its site, [`Error::AdapterFile`] for bytes that
-    /// are missing, [`Error::AdapterValue`] for NaN, infinity, or what would become infinite in the pool's dtype,
+    /// are missing or a file that changed meanwhile, [`Error::AdapterValue`] for NaN, infinity, or what would become infinite in the pool's dtype,
     /// [`Error::AdapterConfig`] for a scale that is not finite, [`Error::Value`] for no pairs or a site that is unknown or named twice.
     pub fn read(
         layout: &Layout,
         config: &PeftAdapterConfig,
         pairs: &[PairInput<'a>],
-        known: Option<CacheId>,
+        digest: Digest,
         staging: Staging,
     ) -> Result<Self> {
         check(layout, pairs)?;
-        let mut plan = Plan::new(layout, pairs, known.is_some())?;
+        let files = OpenedFiles::of(pairs)?;
+        let mut plan = Plan::new(layout, pairs, matches!(digest, Digest::Known(_)))?;
         let Staging { mut raw, mut image } = staging;
         let target = image.take(plan.image_bytes);
-        let mut digest = match known {
-            Some(cache_id) => Digest::Known(cache_id),
-            None => Digest::Computed(Box::new(CacheIdHasher::new(layout.dtype(), config))),
-        };
+        let mut hasher = (digest == Digest::Compute).then(|| CacheIdHasher::new(layout.dtype(), config));
         plan.blocks.sort_by_key(|(pair, _)| &layout.sites()[pair.site].path);
         for (pair, images) in &plan.blocks {
             let site = &layout.sites()[pair.site].path;
-            if let Some(hasher) = digest.hasher() {
+            if let Some(hasher) = &mut hasher {
                 hasher.pair(site, pair.scale);
             }
             for ((half, source), image) in pair.halves().into_iter().zip(images) {
                 if let Some(image) = image {
                     let mut tensor = Tensor { layout, site, half, source, raw: &mut raw };
-                    plan.report.num_rounded += tensor.stage(&mut target[image.clone()], digest.hasher())?;
+                    plan.report.num_rounded += tensor.stage(&mut target[image.clone()], hasher.as_mut())?;
                 }
-                if let Some(hasher) = digest.hasher() {
+                if let Some(hasher) = &mut hasher {
                     hasher.half(half, source);
                 }
             }
         }
+        files.check_unchanged()?;
         Ok(Self {
             staging: Staging { raw, image },
             runs: plan.runs,
             blocks: plan.cells,
             num_sites: layout.sites().len(),
             scaling: config.scaling() as f32,
-            cache_id: digest.finish(),
+            cache_id: match digest {
+                Digest::Known(cache_id) => Some(cache_id),
+                Digest::Compute | Digest::Later => hasher.map(CacheIdHasher::finish),
+            },
             report: plan.report,
+            files,
         })
     }
 
     /// Writes every byte of the slot at address `slot_base` that a kernel may read, and waits. Tables are not touched.
     ///
     /// # Errors
-    /// What the device says, or [`Error::AdapterFile`] if a file that was not staged has shrunk since. The slot is then to be
-    /// treated as holding nothing.
+    /// What the device says, or [`Error::AdapterFile`] if a file that was not staged has changed since. The slot is then to
+    /// be treated as holding nothing.
     pub fn write(&self, memory: &dyn DeviceMemory, slot_base: u64, stream: Stream) -> Result<()> {
         for run in &self.runs {
             let dst = slot_base + run.dst;
@@ -174,7 +180,10 @@ impl<'a> Staged<'a> {
                 }
             }
         }
-        memory.synchronize(stream)
+        memory.synchronize(stream)?;
+        // Only what was not staged can have changed between the check and the copy.
+        let is_direct = self.runs.iter().any(|run| matches!(run.from, RunSource::File(..)));
+        if is_direct { self.files.check_unchanged() } else { Ok(()) }
     }
 
     /// The cells that the slot at address `slot_base` has once it holds this adapter.
@@ -188,9 +197,9 @@ impl<'a> Staged<'a> {
         cells
     }
 
-    /// The id of the content.
+    /// The id of the content; `None` under [`Digest::Later`].
     #[must_use]
-    pub const fn cache_id(&self) -> CacheId {
+    pub const fn cache_id(&self) -> Option<CacheId> {
         self.cache_id
     }
 
@@ -219,6 +228,7 @@ impl<'a> Staged<'a> {
 /// As [`Staged::read`], but for the values, which are not looked at.
 pub fn content_id(layout: &Layout, config: &PeftAdapterConfig, pairs: &[PairInput<'_>]) -> Result<CacheId> {
     check(layout, pairs)?;
+    let files = OpenedFiles::of(pairs)?;
     let mut in_order: Vec<_> = pairs.iter().collect();
     in_order.sort_by_key(|pair| &layout.sites()[pair.site].path);
     let mut hasher = CacheIdHasher::new(layout.dtype(), config);
@@ -234,29 +244,8 @@ pub fn content_id(layout: &Layout, config: &PeftAdapterConfig, pairs: &[PairInpu
             hasher.half(half, source);
         }
     }
+    files.check_unchanged()?;
     Ok(hasher.finish())
-}
-
-/// The id of the content, known or on its way.
-enum Digest {
-    Known(CacheId),
-    Computed(Box<CacheIdHasher>),
-}
-
-impl Digest {
-    fn hasher(&mut self) -> Option<&mut CacheIdHasher> {
-        match self {
-            Self::Known(_) => None,
-            Self::Computed(hasher) => Some(hasher),
-        }
-    }
-
-    fn finish(self) -> CacheId {
-        match self {
-            Self::Known(cache_id) => cache_id,
-            Self::Computed(hasher) => hasher.finish(),
-        }
-    }
 }
 
 /// What goes where, decided before a byte is read.
@@ -398,68 +387,4 @@ impl Tensor<'_, '_> {
         block[rows * stride..].fill(0);
         Ok(rounded)
     }
-}
-
-/// Checks all that can be said about the pairs without reading them.
-fn check(layout: &Layout, pairs: &[PairInput<'_>]) -> Result<()> {
-    if pairs.is_empty() {
-        return Err(Error::value("pairs of the adapter", 0, "at least one"));
-    }
-    let mut is_named = vec![false; layout.sites().len()];
-    for pair in pairs {
-        let Some(site) = layout.sites().get(pair.site) else {
-            return Err(Error::value("site index", pair.site, format!("below {}", layout.sites().len())));
-        };
-        if std::mem::replace(&mut is_named[pair.site], true) {
-            return Err(Error::value("pairs of one adapter", format!("two at {:?}", site.path), "one pair a site"));
-        }
-        if pair.rank == 0 || pair.rank > layout.max_rank() {
-            return Err(Error::Rank { site: site.path.clone(), rank: pair.rank, max_rank: layout.max_rank() });
-        }
-        if !(pair.scale as f32).is_finite() {
-            return Err(Error::config("scale", pair.scale, "a finite number"));
-        }
-        let expected = [(pair.rank, site.in_features), (site.out_features, pair.rank)];
-        for ((half, source), expected) in pair.halves().into_iter().zip(expected) {
-            let found = (source.rows, source.cols);
-            if found != expected {
-                return Err(Error::AdapterShape { site: site.path.clone(), half, found, expected });
-            }
-            if let SourceData::Bytes(_) = source.data {
-                check_length(&site.path, half, source)?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Checks that all bytes of a tensor are there, without reading them.
-fn check_length(site: &str, half: &'static str, source: &Source<'_>) -> Result<()> {
-    let needed = source.num_bytes() as u64;
-    let (is_whole, found) = match source.data {
-        SourceData::Bytes(bytes) => (bytes.len() as u64 == needed, bytes.len() as u64),
-        SourceData::File { file, offset } => {
-            let len = file.metadata().map_err(|error| file_error(site, half, error.to_string(), needed))?.len();
-            (offset.checked_add(needed).is_some_and(|end| end <= len), len.saturating_sub(offset))
-        }
-    };
-    if is_whole { Ok(()) } else { Err(file_error(site, half, format!("{found} bytes"), needed)) }
-}
-
-fn file_error(site: &str, half: &str, found: String, needed: u64) -> Error {
-    Error::AdapterFile { path: tensor_name(site, half), found, expected: format!("{needed} bytes") }
-}
-
-/// Names the tensor in an error about reading it.
-fn in_tensor(error: Error, site: &str, half: &str) -> Error {
-    match error {
-        Error::AdapterFile { found, expected, .. } => {
-            Error::AdapterFile { path: tensor_name(site, half), found, expected }
-        }
-        other => other,
-    }
-}
-
-fn tensor_name(site: &str, half: &str) -> String {
-    format!("{site}.lora_{half}.weight")
 }

@@ -5,7 +5,7 @@ pub use crate::adapters::ModelAdapters;
 pub use crate::claim::Claim;
 pub use crate::config::{ModelConfig, PeftAdapterConfig};
 pub use crate::error::{Error, Result};
-pub use crate::identity::{CacheId, adapter_id_hash};
+pub use crate::identity::{CacheId, Digest, adapter_id_hash};
 pub use crate::info::{SlotInfo, SlotState};
 pub use crate::layout::{Dtype, Site, SiteKind, module_slot_offsets, pool_slot_bytes};
 pub use crate::load::{Loaded, Unloaded};

@@ -15,13 +15,16 @@
 //!
 //! A reader compares the tag in its directory with the word in the same compare-and-swap that counts it in. If they differ it
 //! loads the directory again; the orderings of [`slot`](crate::slot) make sure that it then sees one that explains the word.
+//! So it looks at most once more per change that a writer completes meanwhile, and never waits for a writer that is stopped
+//! between two steps. Every tag is given out once, so an old directory cannot match a new content (29 bits: a reader would
+//! have to sleep through half a billion loads).
 
 use std::sync::Arc;
 
 use crate::directory::{Directory, Rotation};
 use crate::lru::Clock;
-use crate::slot::{Slot, Word};
-use crate::sync::{Mutex, Published, lock};
+use crate::slot::{Slot, Tag, Word};
+use crate::sync::{AtomicU64, Mutex, Ordering, Published, lock};
 use crate::writer::Counters;
 
 /// What a holder looks up.
@@ -41,12 +44,17 @@ enum Attempt {
     Refused,
 }
 
+/// The hint when no adapter is active: no pool has this slot.
+const NONE_ACTIVE: u64 = u64::MAX;
+
 /// All slots of a pool, who holds them, and what they are called.
 #[derive(Debug)]
 pub struct Registry {
     pub(crate) slots: Box<[Slot]>,
     pub(crate) clock: Clock,
     pub(crate) directory: Published<Directory>,
+    /// The active slot and its tag, as the directory has them, where the active selector finds them in one load.
+    active: AtomicU64,
     pub(crate) writer: Mutex<Counters>,
 }
 
@@ -58,6 +66,7 @@ impl Registry {
             slots: (0..max_loras).map(|_| Slot::default()).collect(),
             clock: Clock::default(),
             directory: Published::new(Directory::new(max_loras, pinned)),
+            active: AtomicU64::new(NONE_ACTIVE),
             writer: Mutex::new(Counters::default()),
         }
     }
@@ -74,7 +83,12 @@ impl Registry {
         &self.clock
     }
 
-    /// The directory now.
+    /// What `read` makes of the directory now.
+    pub fn look<T>(&self, read: impl FnOnce(&Directory) -> T) -> T {
+        read(&self.directory.load())
+    }
+
+    /// The directory now, to keep.
     #[must_use]
     pub fn directory(&self) -> Arc<Directory> {
         self.directory.load_full()
@@ -103,7 +117,32 @@ impl Registry {
 
     /// Counts a reference on the active slot, in the same step as the look-up.
     pub fn acquire_active(&self) -> Option<usize> {
+        // Relaxed: a hint. A slot loses the active role only with its tag, its name, or its content, all of which the word
+        // says; and its payload is ordered by the word.
+        let hint = self.active.load(Ordering::Relaxed);
+        let (slot, tag) = ((hint >> 32) as usize, Tag::from_bits(hint as u32));
+        if self.slots.get(slot).is_some_and(|slot| slot.try_acquire_tagged(tag).is_ok()) {
+            self.touch(slot);
+            return Some(slot);
+        }
         self.acquire(Wanted::Active)
+    }
+
+    /// Publishes the next directory. The caller holds the writers' mutex.
+    pub(crate) fn store(&self, next: Arc<Directory>) {
+        let active = next.active();
+        let hint = next
+            .entry(active)
+            .filter(|entry| entry.listed)
+            .map_or(NONE_ACTIVE, |entry| (active as u64) << 32 | u64::from(entry.tag.get()));
+        if self.active.load(Ordering::Relaxed) != hint {
+            // Relaxed: the directory's own Release comes after it, so whoever sees the next directory no longer sees the old
+            // hint, and the active role moves in the same step as the names.
+            self.active.store(NONE_ACTIVE, Ordering::Relaxed);
+        }
+        self.directory.store(next);
+        // Relaxed: as in `acquire_active`.
+        self.active.store(hint, Ordering::Relaxed);
     }
 
     fn acquire(&self, wanted: Wanted<'_>) -> Option<usize> {

@@ -16,7 +16,7 @@ impl LoraWeights {
     /// The slot of a name. Placeholders and retired slots never match.
     #[must_use]
     pub fn slot_of(&self, name: &str) -> Option<usize> {
-        self.registry().directory().find(name)
+        self.registry().look(|directory| directory.find(name))
     }
 
     /// The slot that a name has at present, as a selector.

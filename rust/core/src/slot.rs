@@ -32,6 +32,10 @@ impl Tag {
         Self((self.0 + 1) & (u32::MAX >> 3))
     }
 
+    pub(crate) fn from_bits(bits: u32) -> Self {
+        Self(bits)
+    }
+
     /// The tag as a number below 2^29.
     #[must_use]
     pub fn get(self) -> u32 {

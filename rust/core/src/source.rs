@@ -1,6 +1,7 @@
 //! Where an adapter's tensors come from: files by positioned reads, or memory.
 
 use std::fs::File;
+use std::time::SystemTime;
 
 use crate::error::{Error, Result};
 use crate::layout::Dtype;
@@ -206,4 +207,48 @@ mod tests {
         assert!(SourceDtype::from_name("F8_E4M3").is_err());
         assert!(SourceDtype::F16.size() == 2 && !SourceDtype::F16.is_stored_as(Dtype::Bf16));
     }
+}
+
+/// The files that an adapter is read from, and how they were when reading began: a file that changes meanwhile would give a
+/// mixture of two adapters.
+#[derive(Debug, Default)]
+pub(crate) struct OpenedFiles<'a>(Vec<(&'a File, Stamp)>);
+
+/// What changes when a file is written.
+type Stamp = (u64, Option<SystemTime>);
+
+impl<'a> OpenedFiles<'a> {
+    pub(crate) fn of(pairs: &[PairInput<'a>]) -> Result<Self> {
+        let mut files: Vec<(&File, Stamp)> = Vec::new();
+        for source in pairs.iter().flat_map(|pair| [&pair.a, &pair.b]) {
+            let SourceData::File { file, .. } = source.data else { continue };
+            if !files.iter().any(|(known, _)| std::ptr::eq(*known, file)) {
+                files.push((file, stamp(file)?));
+            }
+        }
+        Ok(Self(files))
+    }
+
+    pub(crate) fn check_unchanged(&self) -> Result<()> {
+        for (file, before) in &self.0 {
+            if stamp(file)? != *before {
+                return Err(Error::AdapterFile {
+                    path: "the weights file".to_owned(),
+                    found: "that it changed while it was read".to_owned(),
+                    expected: "it to stay as it is until the load is done; load it again".to_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn stamp(file: &File) -> Result<Stamp> {
+    let failed = |error: std::io::Error| Error::AdapterFile {
+        path: "the weights file".to_owned(),
+        found: error.to_string(),
+        expected: "a readable file".to_owned(),
+    };
+    let metadata = file.metadata().map_err(failed)?;
+    Ok((metadata.len(), metadata.modified().ok()))
 }

@@ -82,7 +82,7 @@ impl PoolSpec {
 ///     b: Source::in_memory(&b, SourceDtype::F32, 4, 1),
 /// }];
 /// let config = PeftAdapterConfig::new(1, 1.0, false)?;
-/// let input = LoraAdapterInput { name: "sql", tensors: &tensors, config: &config, known: None };
+/// let input = LoraAdapterInput { name: "sql", tensors: &tensors, config: &config, digest: Digest::Compute };
 /// weights.promote(&input, weights.stage(&input)?, false)?;
 ///
 /// let held = weights.acquire_by_name("sql");
@@ -200,13 +200,13 @@ impl LoraWeights {
     /// [`select_victim_slot`](crate::lru::select_victim_slot).
     #[must_use]
     pub fn cache_slot_views(&self) -> Vec<SlotView> {
-        self.registry().cache_slot_views(&self.registry().directory())
+        self.registry().look(|directory| self.registry().cache_slot_views(directory))
     }
 
     /// The slots that promotions may take, in order.
     #[must_use]
     pub fn cache_slots(&self) -> Vec<usize> {
-        self.registry().directory().cache_slots().collect()
+        self.registry().look(|directory| directory.cache_slots().collect())
     }
 
     /// Rewrites one slot's cells and no other, and waits.
@@ -299,6 +299,6 @@ impl LoraWeights {
     /// The config of the adapter that was made active last; a swap into the active slot leaves it.
     #[must_use]
     pub fn adapter_config(&self) -> Option<Arc<PeftAdapterConfig>> {
-        self.registry().directory().active_config().cloned()
+        self.registry().look(|directory| directory.active_config().cloned())
     }
 }

@@ -3,6 +3,7 @@
 //! Each method takes the mutex for a few instructions. What a holder may see between any two steps is in the table of
 //! [`registry`](crate::registry); the next directory is always built before the word changes.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use crate::adapter::Resident;
@@ -73,10 +74,13 @@ impl Ticket {
     }
 }
 
+/// What no value is given out of twice.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     last_tag: Tag,
     last_generation: u64,
+    /// Names that have had generation 0.
+    started: HashSet<Arc<str>>,
 }
 
 impl Counters {
@@ -85,8 +89,12 @@ impl Counters {
         self.last_tag
     }
 
-    /// From 1; 0 is the startup adapters', also after a wrap.
-    fn generation(&mut self) -> u64 {
+    /// 0 for the first startup adapter of a name; else from one counter, so that a name and a generation never name two
+    /// contents.
+    fn generation(&mut self, name: &Arc<str>, arrival: Arrival) -> u64 {
+        if arrival == Arrival::Startup && self.started.insert(Arc::clone(name)) {
+            return 0;
+        }
         self.last_generation = self.last_generation.checked_add(1).unwrap_or(1);
         self.last_generation
     }
@@ -97,8 +105,8 @@ impl Registry {
     ///
     /// # Errors
     /// [`Error::SlotRange`], [`Error::SlotBusy`] if the chosen slot (or, for a newcomer that is to be active, the active one)
-    /// has references, [`Error::PoolFull`] if no cache slot is empty or idle, [`Error::AdapterNotFound`] for
-    /// a [`Room::Beside`] an unknown name. Nothing has changed then.
+    /// has references, [`Error::PoolFull`] if no cache slot is empty or idle, [`Error::AdapterNotFound`] if the name of a
+    /// [`Room::Beside`] is not resident. Nothing has changed then.
     pub fn claim(&self, room: Room<'_>) -> Result<Ticket> {
         let _writer = lock(&self.writer);
         let directory = self.directory.load_full();
@@ -163,7 +171,7 @@ impl Registry {
         let evicted = entry.resident.clone().filter(|_| entry.listed);
         let next = directory.next(|draft| draft.clear(slot));
         self.slots[slot].try_claim()?;
-        self.directory.store(next);
+        self.store(next);
         Ok(Ticket { slot, evicted })
     }
 
@@ -179,7 +187,7 @@ impl Registry {
         let mut writer = lock(&self.writer);
         let before = self.directory.load_full();
         let tag = writer.tag();
-        let generation = if arrival == Arrival::Startup { 0 } else { writer.generation() };
+        let generation = writer.generation(&resident.name, arrival);
         let resident = Arc::new(resident);
         let moved = before.find(&resident.name);
         let was_here = evicted.is_some_and(|evicted| evicted.name == resident.name);
@@ -213,9 +221,9 @@ impl Registry {
                 draft.set_active_config(Some(Arc::clone(&resident.config)));
             }
         });
-        self.directory.store(known);
+        self.store(known);
         self.slots[slot].publish(tag);
-        self.directory.store(listed);
+        self.store(listed);
         if let Some(old) = moved {
             self.slots[old].retire();
         }
@@ -228,9 +236,9 @@ impl Registry {
 
     /// Gives a claimed slot back as an empty one.
     pub fn abort(&self, ticket: Ticket) {
-        let Ticket { slot, .. } = ticket;
         let _writer = lock(&self.writer);
-        self.slots[slot].empty();
+        self.slots[ticket.slot].empty();
+        drop(ticket);
     }
 
     /// Makes the adapter of that name the active one.
@@ -252,12 +260,12 @@ impl Registry {
         let from = before.active();
         let config = before.entries()[to].resident.as_ref().map(|resident| Arc::clone(&resident.config));
         if from == to {
-            self.directory.store(before.next(|draft| draft.set_active_config(config)));
+            self.store(before.next(|draft| draft.set_active_config(config)));
             return Ok(());
         }
         // Nobody can come in through -1 while the active slot is empty, claimed or retired: then there is no word to change.
         if !self.slots.get(from).is_some_and(|slot| slot.word().is_ready()) {
-            self.directory.store(before.next(|draft| {
+            self.store(before.next(|draft| {
                 draft.set_active(to);
                 draft.set_active_config(config);
             }));
@@ -272,14 +280,14 @@ impl Registry {
             draft.set_active_config(config);
         });
         let withdrawn = announced.next(|draft| draft.set_rotation(None));
-        self.directory.store(announced);
+        self.store(announced);
         match self.slots[from].try_retag(tag) {
             Ok(()) => {
-                self.directory.store(rotated);
+                self.store(rotated);
                 Ok(())
             }
             Err(word) => {
-                self.directory.store(withdrawn);
+                self.store(withdrawn);
                 Err(busy(&before, from, word, "rotate away from it"))
             }
         }
@@ -319,7 +327,7 @@ impl Registry {
         let _writer = lock(&self.writer);
         let directory = self.directory.load_full();
         let slot = directory.find(name).ok_or_else(|| not_found(&directory, name))?;
-        self.directory.store(directory.next(|draft| draft.entry(slot).listed = false));
+        self.store(directory.next(|draft| draft.entry(slot).listed = false));
         self.slots[slot].retire();
         Ok(slot)
     }

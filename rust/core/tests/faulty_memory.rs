@@ -2,6 +2,7 @@
 #![cfg(feature = "fault-injection")]
 #![allow(unsafe_code)]
 
+use hotslot_core::identity::Digest;
 use hotslot_core::Error;
 use hotslot_core::config::PeftAdapterConfig;
 use hotslot_core::layout::{Dtype, Layout, Site};
@@ -107,7 +108,7 @@ fn a_write_reports_the_failure_of_each_of_its_calls_and_works_the_next_time() {
         b: Source::in_memory(&half, SourceDtype::Bf16, 16, 2),
     };
     let config = PeftAdapterConfig::new(2, 2.0, false).unwrap();
-    let staged = Staged::read(&layout, &config, &[0, 1, 2].map(pair), None, Staging::default()).unwrap();
+    let staged = Staged::read(&layout, &config, &[0, 1, 2].map(pair), Digest::Compute, Staging::default()).unwrap();
     on_device(layout.slot_bytes(), |device, region| {
         staged.write(device, region.base, S).unwrap();
         let num_calls = device.calls();

@@ -1,7 +1,7 @@
 //! Identities: golden values that no release may change, and what content ids depend on.
 
 use hotslot_core::config::PeftAdapterConfig;
-use hotslot_core::identity::{CacheId, adapter_id_hash, check_adapter_name};
+use hotslot_core::identity::{CacheId, Digest, adapter_id_hash, check_adapter_name};
 use hotslot_core::layout::{Dtype, Layout, Site};
 use hotslot_core::pack::{PairInput, Staged, Staging};
 use hotslot_core::source::{Source, SourceDtype};
@@ -92,7 +92,7 @@ fn id_of(content: &Content) -> CacheId {
         pairs.reverse();
     }
     let config = PeftAdapterConfig::new(1, content.alpha, false).unwrap();
-    Staged::read(&layout, &config, &pairs, None, Staging::default()).unwrap().cache_id()
+    Staged::read(&layout, &config, &pairs, Digest::Compute, Staging::default()).unwrap().cache_id().unwrap()
 }
 
 #[test]

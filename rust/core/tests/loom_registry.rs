@@ -277,6 +277,24 @@ fn the_active_selector_survives_a_hot_replace_of_the_active_adapter() {
     });
 }
 
+/// Whoever has seen the name in its new slot finds the active role there as well.
+#[test]
+fn the_active_role_moves_in_the_same_step_as_the_name() {
+    model(3, || {
+        let pool = Pool::new(&[("a", 1)], 2);
+        let reader = spawn(&pool, |pool| {
+            let by_name = pool.registry.acquire_name("a").expect("always resident");
+            let active = pool.registry.acquire_active().expect("one is always active");
+            assert!(active >= by_name, "the name was in slot {by_name}, then the active role in {active}");
+            pool.read_and_release(active);
+            pool.read_and_release(by_name);
+        });
+        assert!(pool.replace("a", 2));
+        reader.join().unwrap();
+        pool.assert_drained();
+    });
+}
+
 /// An unloaded name is either still there, with its weights, or not found; its slot can go to another adapter at once.
 #[test]
 fn an_unload_and_an_acquire_by_name_never_both_succeed() {

@@ -112,13 +112,13 @@ impl Model {
         self.slots[slot].last_used = self.tick;
     }
 
-    fn acquire(&mut self, slot: Option<usize>) -> Outcome {
+    fn acquire(&mut self, slot: Option<usize>) -> i64 {
         let Some(slot) = slot.filter(|&slot| self.slots.get(slot).is_some_and(|slot| slot.live().is_some())) else {
-            return Ok(-1);
+            return -1;
         };
         self.slots[slot].refs += 1;
         self.touch(slot);
-        Ok(slot as i64)
+        slot as i64
     }
 
     fn check_rotation(&self) -> Result<(), Refusal> {
@@ -241,10 +241,10 @@ impl Model {
             Step::Acquire(-1) => {
                 let active = self.active;
                 let ready = self.slots.get(active).is_some_and(|slot| slot.ready().is_some());
-                self.acquire(ready.then_some(active))
+                Ok(self.acquire(ready.then_some(active)))
             }
-            Step::Acquire(raw) => self.acquire(usize::try_from(raw).ok()),
-            Step::AcquireName(name) => self.acquire(self.find(name)),
+            Step::Acquire(raw) => Ok(self.acquire(usize::try_from(raw).ok())),
+            Step::AcquireName(name) => Ok(self.acquire(self.find(name))),
             Step::Release(raw) => {
                 if let Some(slot) = usize::try_from(raw).ok().and_then(|slot| self.slots.get_mut(slot)) {
                     slot.refs = slot.refs.saturating_sub(1);

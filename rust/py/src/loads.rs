@@ -2,7 +2,7 @@
 
 use hotslot_core::adapter::LoraAdapterInput;
 use hotslot_core::config::PeftAdapterConfig as Config;
-use hotslot_core::identity::CacheId;
+use hotslot_core::identity::Digest;
 use hotslot_core::load::Loaded as CoreLoaded;
 use hotslot_core::pack;
 use hotslot_core::weights::LoraWeights as Core;
@@ -19,7 +19,7 @@ struct Input {
     name: String,
     pairs: Pairs,
     config: Config,
-    known: Option<CacheId>,
+    digest: Digest,
 }
 
 impl Input {
@@ -28,9 +28,14 @@ impl Input {
         pairs: &Bound<'_, PyAny>,
         config: &Bound<'_, PyAny>,
         known: Option<&str>,
+        defer_digest: bool,
     ) -> PyResult<Self> {
-        let known = known.map(str::parse).transpose().map_err(raise)?;
-        Ok(Self { name, pairs: Pairs::from_py(pairs)?, config: config_of(config)?, known })
+        let digest = match known {
+            Some(id) => Digest::Known(id.parse().map_err(raise)?),
+            None if defer_digest => Digest::Later,
+            None => Digest::Compute,
+        };
+        Ok(Self { name, pairs: Pairs::from_py(pairs)?, config: config_of(config)?, digest })
     }
 
     /// Runs a load without the GIL.
@@ -42,7 +47,7 @@ impl Input {
     ) -> PyResult<Loaded> {
         let core = weights.open()?;
         let tensors = self.pairs.inputs()?;
-        let input = LoraAdapterInput { name: &self.name, tensors: &tensors, config: &self.config, known: self.known };
+        let input = LoraAdapterInput { name: &self.name, tensors: &tensors, config: &self.config, digest: self.digest };
         py.detach(|| load(core, &input)).map(Loaded::from).map_err(raise)
     }
 }
@@ -61,6 +66,7 @@ impl LoraWeights {
     ///     config: Anything with the attributes of `PeftAdapterConfig`.
     ///     known: The content's cache_id if it was verified before: it is then neither hashed nor, where it needs no
     ///         conversion, checked again.
+    ///     defer_digest: Leave the digest to the caller, who computes it with `content_id` and gives it to `set_digest`.
     ///
     /// Raises:
     ///     AdapterShapeError, RankError, AdapterFileError, AdapterConfigError: The adapter is refused. Nothing was changed.
@@ -68,7 +74,7 @@ impl LoraWeights {
     ///     RouteError: The slot is out of range.
     ///     DeviceError: A copy failed. The slot is empty.
     ///     ValueError: The name, a site or the known id makes no sense.
-    #[pyo3(signature = (slot, name, pairs, config, *, known = None))]
+    #[pyo3(signature = (slot, name, pairs, config, *, known = None, defer_digest = false))]
     fn pack_slot(
         &self,
         py: Python<'_>,
@@ -77,18 +83,19 @@ impl LoraWeights {
         pairs: &Bound<'_, PyAny>,
         config: &Bound<'_, PyAny>,
         known: Option<&str>,
+        defer_digest: bool,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known)?.load(py, self, |core, input| core.pack_slot(slot, input))
+        Input::from_py(name, pairs, config, known, defer_digest)?.load(py, self, |core, input| core.pack_slot(slot, input))
     }
 
     /// Swaps an adapter into a slot without references. If its name is in another slot it moves here.
     ///
     /// Args:
-    ///     slot, name, pairs, config, known: As in `pack_slot`.
+    ///     slot, name, pairs, config, known, defer_digest: As in `pack_slot`.
     ///
     /// Raises:
     ///     HotslotError, ValueError: As `pack_slot`.
-    #[pyo3(signature = (slot, name, pairs, config, *, known = None))]
+    #[pyo3(signature = (slot, name, pairs, config, *, known = None, defer_digest = false))]
     fn pack_store_into_slot(
         &self,
         py: Python<'_>,
@@ -97,8 +104,9 @@ impl LoraWeights {
         pairs: &Bound<'_, PyAny>,
         config: &Bound<'_, PyAny>,
         known: Option<&str>,
+        defer_digest: bool,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known)?.load(py, self, |core, input| core.pack_store_into_slot(slot, input))
+        Input::from_py(name, pairs, config, known, defer_digest)?.load(py, self, |core, input| core.pack_store_into_slot(slot, input))
     }
 
     /// Loads an adapter into a cache slot: an empty one, else the least recently used one without references.
@@ -106,7 +114,7 @@ impl LoraWeights {
     /// A resident name with equal content is only found; with other content it is a hot replace.
     ///
     /// Args:
-    ///     name, pairs, config, known: As in `pack_slot`.
+    ///     name, pairs, config, known, defer_digest: As in `pack_slot`.
     ///     activate: Whether to make it the active adapter.
     ///
     /// Raises:
@@ -114,7 +122,7 @@ impl LoraWeights {
     ///     SlotBusyError: With `activate`, the active slot has references. Nothing was changed, unless it came into use during
     ///         the load: the adapter is then resident but not active.
     ///     HotslotError, ValueError: As `pack_slot`.
-    #[pyo3(signature = (name, pairs, config, *, activate = false, known = None))]
+    #[pyo3(signature = (name, pairs, config, *, activate = false, known = None, defer_digest = false))]
     fn promote(
         &self,
         py: Python<'_>,
@@ -123,22 +131,23 @@ impl LoraWeights {
         config: &Bound<'_, PyAny>,
         activate: bool,
         known: Option<&str>,
+        defer_digest: bool,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known)?
+        Input::from_py(name, pairs, config, known, defer_digest)?
             .load(py, self, |core, input| core.promote(input, core.stage(input)?, activate))
     }
 
     /// Replaces the content of a resident name; holders of the old content keep it until they release it.
     ///
     /// Args:
-    ///     name, pairs, config, known: As in `pack_slot`.
+    ///     name, pairs, config, known, defer_digest: As in `pack_slot`.
     ///     activate: Whether to make it the active adapter.
     ///
     /// Raises:
     ///     AdapterNotFoundError: The name is not resident.
     ///     PoolFullError: There is no other slot to take and the old one has references. Nothing was changed.
     ///     HotslotError, ValueError: As `promote`.
-    #[pyo3(signature = (name, pairs, config, *, activate = false, known = None))]
+    #[pyo3(signature = (name, pairs, config, *, activate = false, known = None, defer_digest = false))]
     fn replace(
         &self,
         py: Python<'_>,
@@ -147,8 +156,9 @@ impl LoraWeights {
         config: &Bound<'_, PyAny>,
         activate: bool,
         known: Option<&str>,
+        defer_digest: bool,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known)?
+        Input::from_py(name, pairs, config, known, defer_digest)?
             .load(py, self, |core, input| core.replace(input, core.stage(input)?, activate))
     }
 

@@ -198,8 +198,22 @@ unsafe fn expand_tokens<I: Lanes, O: Elem, const T: usize, const VECTORS: usize>
     for t in 0..T {
         out[t] = job.out.ptr.cast::<O>().add(job.tokens[token + t] * job.out.row_stride + first);
     }
+    let mut later = out;
+    if T == 4 {
+        for t in 0..T {
+            let token = job.tokens.get(token + T + t).unwrap_or(&job.tokens[token + t]);
+            later[t] = job.out.ptr.cast::<O>().wrapping_add(token * job.out.row_stride + first);
+        }
+    }
     let mut column = 0;
     while count - column >= VECTORS * LANES {
+        if T == 4 {
+            for t in 0..T {
+                for byte in (0..VECTORS * LANES * size_of::<O>()).step_by(64) {
+                    I::prefetch(later[t].wrapping_add(column).cast::<u8>().wrapping_add(byte));
+                }
+            }
+        }
         let sums = expand_tile::<I, T, VECTORS>(h, panel.add(column * width), width);
         for t in 0..T {
             for v in 0..VECTORS {

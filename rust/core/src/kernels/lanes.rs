@@ -34,11 +34,6 @@ pub(super) trait Lanes: Copy {
     unsafe fn store_f32(p: *mut f32, v: Self::V);
     unsafe fn store_bf16(p: *mut Bf16, v: Self::V);
     unsafe fn store_f16(p: *mut F16, v: Self::V);
-    /// Sixteen 32-bit words, whatever they mean.
-    unsafe fn load_words(p: *const u8) -> Self::V;
-    /// The even and the odd lanes of `first` followed by `second`.
-    unsafe fn unzip(first: Self::V, second: Self::V) -> (Self::V, Self::V);
-
     /// The sum of the lanes of each of four vectors, by the canonical tree: lane j + 8 is added to lane j, then j + 4, j + 2, j + 1.
     unsafe fn reduce4(v: [Self::V; 4]) -> [f32; 4];
 
@@ -75,8 +70,6 @@ pub(super) trait Elem: Copy + Debug + Default {
 /// # Safety
 /// As [`Lanes`].
 pub(super) trait Weight: Elem {
-    /// Two elements share a 32-bit word.
-    const IS_PAIRED: bool;
     /// `sum + h[0] * w[0] + h[1] * w[1] + ...` over the elements w of the words, one fused multiply-add after the other.
     unsafe fn accumulate<I: Lanes, const N: usize>(words: [I::V; N], h: *const f32, sum: I::V) -> I::V;
     /// Stores the elements of the words, a vector each; returns the address after the last.
@@ -180,8 +173,6 @@ impl Elem for F16 {
 }
 
 impl Weight for f32 {
-    const IS_PAIRED: bool = false;
-
     #[inline(always)]
     unsafe fn accumulate<I: Lanes, const N: usize>(words: [I::V; N], h: *const f32, mut sum: I::V) -> I::V {
         for i in 0..N {
@@ -200,8 +191,6 @@ impl Weight for f32 {
 }
 
 impl Weight for Bf16 {
-    const IS_PAIRED: bool = true;
-
     #[inline(always)]
     unsafe fn accumulate<I: Lanes, const N: usize>(words: [I::V; N], h: *const f32, mut sum: I::V) -> I::V {
         for i in 0..N {

@@ -71,20 +71,6 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
-    unsafe fn load_words(p: *const u8) -> Self::V {
-        p.cast::<Self::V>().read_unaligned()
-    }
-
-    #[inline(always)]
-    unsafe fn unzip(first: Self::V, second: Self::V) -> (Self::V, Self::V) {
-        let (mut even, mut odd) = ([0.0; LANES], [0.0; LANES]);
-        for (j, pair) in first.chunks_exact(2).chain(second.chunks_exact(2)).enumerate() {
-            (even[j], odd[j]) = (pair[0], pair[1]);
-        }
-        (even, odd)
-    }
-
-    #[inline(always)]
     unsafe fn reduce4(v: [Self::V; 4]) -> [f32; 4] {
         v.map(|mut lanes| {
             for width in [8, 4, 2, 1] {

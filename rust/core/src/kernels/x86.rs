@@ -41,17 +41,6 @@ unsafe fn narrow_bf16x8(v: __m256) -> __m128i {
     _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b00_00_10_00))
 }
 
-/// The even and the odd lanes of `first` followed by `second`.
-#[inline(always)]
-unsafe fn unzip8(first: __m256, second: __m256) -> (__m256, __m256) {
-    let even = _mm256_castps_pd(_mm256_shuffle_ps(first, second, 0b10_00_10_00));
-    let odd = _mm256_castps_pd(_mm256_shuffle_ps(first, second, 0b11_01_11_01));
-    (
-        _mm256_castpd_ps(_mm256_permute4x64_pd(even, 0b11_01_10_00)),
-        _mm256_castpd_ps(_mm256_permute4x64_pd(odd, 0b11_01_10_00)),
-    )
-}
-
 /// Sixteen bytes of row `row` and of row `row + 4`.
 #[inline(always)]
 unsafe fn row_pair(p: *const u8, stride: usize, row: usize, last: usize) -> __m256i {
@@ -134,17 +123,6 @@ impl Lanes for Avx2 {
     unsafe fn store_f16(p: *mut F16, v: Self::V) {
         _mm_storeu_si128(p.cast(), _mm256_cvtps_ph(v[0], _MM_FROUND_TO_NEAREST_INT));
         _mm_storeu_si128(p.add(8).cast(), _mm256_cvtps_ph(v[1], _MM_FROUND_TO_NEAREST_INT));
-    }
-
-    #[inline(always)]
-    unsafe fn load_words(p: *const u8) -> Self::V {
-        Self::load_f32(p.cast())
-    }
-
-    #[inline(always)]
-    unsafe fn unzip(first: Self::V, second: Self::V) -> (Self::V, Self::V) {
-        let (a, b) = (unzip8(first[0], first[1]), unzip8(second[0], second[1]));
-        ([a.0, b.0], [a.1, b.1])
     }
 
     #[inline(always)]
@@ -275,18 +253,6 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn load_words(p: *const u8) -> Self::V {
-        Self::load_f32(p.cast())
-    }
-
-    #[inline(always)]
-    unsafe fn unzip(first: Self::V, second: Self::V) -> (Self::V, Self::V) {
-        let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        let odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-        (_mm512_permutex2var_ps(first, even, second), _mm512_permutex2var_ps(first, odd, second))
-    }
-
-    #[inline(always)]
     unsafe fn reduce4(v: [Self::V; 4]) -> [f32; 4] {
         let [a, b, c, d] = v;
         let ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0b01_00_01_00), _mm512_shuffle_f32x4(a, b, 0b11_10_11_10));
@@ -365,7 +331,7 @@ pub(super) const AVX512: Kernels = Kernels { shrink: shrink_avx512, expand: expa
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn shrink_avx2(job: &ShrinkJob, x: &mut Buffer) {
-    shrink::<Avx2, 1, 2>(job, x);
+    shrink::<Avx2, 1>(job, x);
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -375,7 +341,7 @@ unsafe fn expand_avx2(job: &ExpandJob, panel: &mut Buffer) {
 
 #[target_feature(enable = "avx512f")]
 unsafe fn shrink_avx512(job: &ShrinkJob, x: &mut Buffer) {
-    shrink::<Avx512, 2, 2>(job, x);
+    shrink::<Avx512, 2>(job, x);
 }
 
 #[target_feature(enable = "avx512f")]

@@ -74,12 +74,12 @@ impl Adapter {
     }
 
     pub fn staged(&self, weights: &LoraWeights) -> Staged<'_> {
-        Staged::read(weights.layout(), &self.config, &self.pairs(), None, Staging::default()).unwrap()
+        Staged::read(weights.layout(), &self.config, &self.pairs(), Digest::Compute, Staging::default()).unwrap()
     }
 
     fn with_input<T>(&self, run: impl FnOnce(&LoraAdapterInput<'_>) -> T) -> T {
         let tensors = self.pairs();
-        run(&LoraAdapterInput { name: &self.name, tensors: &tensors, config: &self.config, known: None })
+        run(&LoraAdapterInput { name: &self.name, tensors: &tensors, config: &self.config, digest: Digest::Compute })
     }
 
     pub fn pack(&self, weights: &LoraWeights, slot: usize) -> Result<Loaded> {
@@ -162,4 +162,22 @@ pub fn snapshot(weights: &LoraWeights) -> impl PartialEq + std::fmt::Debug {
 
 pub fn slot(index: usize) -> Selector {
     Selector::Slot(index)
+}
+
+/// A pool whose first slots hold the startup adapters "s0", "s1", ...
+pub fn started(max_loras: usize, pinned: usize) -> LoraWeights {
+    let weights = pool(max_loras, pinned);
+    for k in 0..pinned {
+        Adapter::new(&format!("s{k}"), 1.0 + k as f32).pack(&weights, k).unwrap();
+    }
+    weights.check_integrity().unwrap();
+    weights
+}
+
+pub fn unchanged_by<T: std::fmt::Debug>(weights: &LoraWeights, refused: impl FnOnce() -> Result<T>) -> Error {
+    let before = snapshot(weights);
+    let error = refused().unwrap_err();
+    assert!(before == snapshot(weights), "changed by a call that failed with {error}");
+    weights.check_integrity().unwrap();
+    error
 }
