@@ -74,7 +74,9 @@ class Options:
 def options(description: str, rounds: int = 15) -> Options:
     """Read the command line; BENCH=quick in the environment is --quick."""
     parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
-    parser.add_argument("--quick", action="store_true", default=os.environ.get("BENCH") == "quick", help="a smoke run on a tiny model")
+    parser.add_argument(
+        "--quick", action="store_true", default=os.environ.get("BENCH") == "quick", help="a smoke run on a tiny model"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch threads (default: every core)")
     parser.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--shape", choices=list(SHAPES), action="append", help="model shape (default: both real ones)")

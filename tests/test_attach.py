@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import SEVEN, assert_close_to_range, peft_alone, prompts, snapshot, tiny_model, write_adapter
 
 import hotslot
-from tiny import SEVEN, assert_close_to_range, peft_alone, prompts, snapshot, tiny_model, write_adapter
 
 FAMILIES = ["llama", "qwen3", "mistral"]
 
@@ -329,7 +329,7 @@ def test_a_lease_is_idempotent_and_knows_its_pool(lora, folders: dict[str, Path]
     lease.release()
     assert lora.slots()[1].ref_count == 0
     with pytest.raises(hotslot.LeaseError):
-        lease.cache_id
+        _ = lease.cache_id
     other = hotslot.attach(tiny_model(), folders, max_loras=3, max_rank=8)
     with other.lease("b") as foreign, pytest.raises(hotslot.LeaseError, match="another pool"):
         lora.route([foreign]).__enter__()
@@ -354,7 +354,12 @@ def test_detach_leaves_the_model_as_it_was(model: torch.nn.Module, folders: dict
     assert model.__dict__.keys() == before.keys()
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
     assert torch.equal(logits(model, ids), base)
-    for call in (lambda: lora.route(["a"]), lambda: lora.load(folders["a"], "x"), lambda: lora.lease("a"), lambda: lora.set_active_lora("a")):
+    for call in (
+        lambda: lora.route(["a"]),
+        lambda: lora.load(folders["a"], "x"),
+        lambda: lora.lease("a"),
+        lambda: lora.set_active_lora("a"),
+    ):
         with pytest.raises(hotslot.ClosedError, match="attach the model again"):
             call()
     hotslot.attach(model, folders, max_loras=3, max_rank=8).detach()
@@ -542,7 +547,12 @@ def test_plan_tells_what_attach_allocates(model: torch.nn.Module) -> None:
     lora = hotslot.attach(model, max_loras=3, max_rank=8)
     assert (lora.weights.pool_bytes, lora.weights.max_loras) == (sizes.pool_bytes, 3)
     lora.detach()
-    for arguments, error in (((0, 8), hotslot.PoolError), ((3, 0), hotslot.RankError), ((3, 257), hotslot.RankError), ((True, 8), hotslot.PoolError)):
+    for arguments, error in (
+        ((0, 8), hotslot.PoolError),
+        ((3, 0), hotslot.RankError),
+        ((3, 257), hotslot.RankError),
+        ((True, 8), hotslot.PoolError),
+    ):
         with pytest.raises(error):
             hotslot.plan(model, *arguments)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import prompts, snapshot, tiny_model, write_adapter
 
 import hotslot
-from tiny import prompts, snapshot, tiny_model, write_adapter
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -66,7 +66,11 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b
 
 CASES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "missing folder": (shutil.rmtree, hotslot.AdapterFileError, "does not exist"),
-    "missing weights": (lambda f: (f / "adapter_model.safetensors").unlink(), hotslot.AdapterFileError, "adapter_model.safetensors"),
+    "missing weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        hotslot.AdapterFileError,
+        "adapter_model.safetensors",
+    ),
     "missing config": (lambda f: (f / "adapter_config.json").unlink(), hotslot.AdapterFileError, "adapter_config.json"),
     "truncated in the data": (raw(None, -100), hotslot.AdapterFileError, "truncated|bytes"),
     "truncated in the header": (raw(None, 40), hotslot.AdapterFileError, "header"),
@@ -89,9 +93,15 @@ CASES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         hotslot.AdapterShapeError,
         r"\[4, 32\]",
     ),
-    "unknown tensor name": (tensors(lambda t: t.__setitem__("something.else", torch.ones(2))), hotslot.AdapterConfigError, "something"),
+    "unknown tensor name": (
+        tensors(lambda t: t.__setitem__("something.else", torch.ones(2))),
+        hotslot.AdapterConfigError,
+        "something",
+    ),
     "unknown module": (
-        tensors(lambda t: t.update({Q0.replace(".0.", ".9.") + f".lora_{h}.weight": t[Q0 + f".lora_{h}.weight"].clone() for h in "AB"})),
+        tensors(
+            lambda t: t.update({Q0.replace(".0.", ".9.") + f".lora_{h}.weight": t[Q0 + f".lora_{h}.weight"].clone() for h in "AB"})
+        ),
         hotslot.AdapterShapeError,
         "layers.9",
     ),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import peft_alone, prompts, snapshot, tiny_model, write_adapter
 
 import hotslot
 from hotslot import _core
-from tiny import peft_alone, prompts, snapshot, tiny_model, write_adapter
 
 NAMES = "abcdef"
 
@@ -322,7 +322,7 @@ def test_load_swap_replace_and_unload_of_one_name_from_many_threads_end_without_
     assert all(slot.ref_count == 0 for slot in lora.slots())
 
 
-@pytest.mark.parametrize("steps", [200])
+@pytest.mark.parametrize("steps", [2000])
 def test_every_token_generated_in_a_storm_equals_the_quiet_run(steps: int, model, folders) -> None:
     """Threads with leases generate while others promote, rotate and replace over three cache slots."""
     ids = prompts(1, 5)
@@ -342,13 +342,15 @@ def test_every_token_generated_in_a_storm_equals_the_quiet_run(steps: int, model
 
     def promote(seed: int) -> None:
         while not stop.is_set():
-            name = NAMES[(promotions[0] * 5 + seed) % len(NAMES)]
+            name = NAMES[seed * 5 % len(NAMES)]
             try:
-                lora.load(folders[name], name)
+                _, evicted = lora.load(folders[name], name)
             except hotslot.PoolFullError:
                 time.sleep(0.001)
                 continue
-            promotions[0] += 1
+            seed += 1
+            # A name that was found in its slot moved nothing.
+            promotions[0] += evicted is not None
             if promotions[0] >= steps:
                 stop.set()
 
@@ -373,7 +375,7 @@ def test_every_token_generated_in_a_storm_equals_the_quiet_run(steps: int, model
         served = sum(future.result(300) for future in servers)
         for future in promoters:
             future.result(300)
-    assert not wrong and served > 0 and promotions[0] >= steps
+    assert not wrong and served > 50 and promotions[0] >= steps
     lora.weights.check_integrity()
     lora.detach()
 

@@ -65,9 +65,7 @@ class ModelAdapters:
         """
         self._refuse("promote_lora_from_disk")
 
-    def promote_lora_from_peer(
-        self, peer_addr: str, adapter_id: str, name: str, peft: PeftAdapterConfig
-    ) -> tuple[int, str | None]:
+    def promote_lora_from_peer(self, peer_addr: str, adapter_id: str, name: str, peft: PeftAdapterConfig) -> tuple[int, str | None]:
         """Fetch `adapter_id` from another process's pool, load it as `name` and make it active.
 
         Raises:

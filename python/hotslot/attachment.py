@@ -31,13 +31,13 @@ def check_attachable(model: torch.nn.Module, sites: Sequence[ModelSite]) -> None
         DeviceError: A layer is not on the CPU.
     """
     for path, module in model.named_modules():
-        if any(isinstance(hook, SiteHook) for hook in module._forward_hooks.values()):
+        if isinstance(module.__dict__.get("forward"), SiteHook):
             raise PoolError(f"{path or type(model).__name__} has a hotslot pool attached; detach it before attaching another")
     for found in sites:
         for parameter in itertools.chain(found.module.parameters(recurse=False), found.module.buffers(recurse=False)):
             if parameter.device.type != "cpu":
                 raise DeviceError(
-                    f"{found.site.path} is on {parameter.device}; this version serves models on the CPU: move it with model.to('cpu')",
+                    f"{found.site.path} is on {parameter.device}; models are served on the CPU: move it with model.to('cpu')",
                     call="attach",
                 )
             break
@@ -62,7 +62,7 @@ class Attachment:
             hook = SiteHook(lora, found, index, lora.weights.site_kernel(index), next(_UIDS), is_tower(found.site.path))
             register_site(hook.uid, hook)
             self.hooks.append(hook)
-            self._handles.append(found.module.register_forward_hook(hook, with_kwargs=True))
+            hook.install()
         generate = getattr(model, "generate", None)
         if callable(generate):
             model.__dict__["generate"] = _Generate(lora, generate)
@@ -73,6 +73,8 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for hook in self.hooks:
+            hook.remove()
         for name in _OWN_ATTRIBUTES:
             self._model.__dict__.pop(name, None)
         self.hooks.clear()

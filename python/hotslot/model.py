@@ -15,7 +15,7 @@ from ._core import Loaded, LoraWeights, SlotInfo, check_adapter_name
 from .adapters import ModelAdapters
 from .attachment import Attachment, check_attachable
 from .digests import Digests
-from .errors import AdapterNotFoundError, ClosedError, LeaseError, PoolError, RouteError, SlotBusyError
+from .errors import AdapterNotFoundError, ClosedError, PoolError, RouteError, SlotBusyError
 from .hooks import Process
 from .loads import SharedLoads
 from .pool import allocate, check_limits
@@ -124,9 +124,11 @@ class AttachedModel(ModelAdapters):
             SlotBusyError: On entering: the adapter is being loaded.
         """
         self._check_open()
-        if (rows is None) == (tokens is None):
-            raise RouteError("route takes either rows or tokens=: one selector per row, or one per token of a packed batch")
-        return Route(self, check_rows(rows if tokens is None else tokens), per_token=tokens is not None)
+        if rows is not None and tokens is None:
+            return Route(self, check_rows(rows), per_token=False)
+        if tokens is not None and rows is None:
+            return Route(self, check_rows(tokens), per_token=True)
+        raise RouteError("route takes either rows or tokens=: one selector per row, or one per token of a packed batch")
 
     def static_route(self, max_tokens: int) -> StaticRoute:
         """A route whose buffers keep their addresses, for captured graphs; fill it with `set(rows)`."""
@@ -237,7 +239,7 @@ class AttachedModel(ModelAdapters):
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                self._loads.run(name, ("unload", deferred), lambda: (self.weights.unload(name, deferred), None))
+                self._loads.run(name, ("unload", deferred), lambda: (self.weights.unload(name, deferred)[0], None))
                 self.reports.pop(name, None)
                 return
             except SlotBusyError:
@@ -285,7 +287,7 @@ class AttachedModel(ModelAdapters):
             if self._live or busy:
                 names = ", ".join(f"{slot.name} ({slot.ref_count})" for slot in busy) or "base rows only"
                 raise SlotBusyError(
-                    f"detach with {self._live} routes entered and references on {names}; leave the routes and release the leases first"
+                    f"detach with {self._live} routes entered and references on {names}; leave the routes and release the leases"
                 )
             self._closed = True
         if self._attachment is not None:
@@ -338,8 +340,12 @@ class AttachedModel(ModelAdapters):
                     raise SlotBusyError(f"the active slot {info.slot} is being loaded; try again when it is ready", slot=info.slot)
         slot = self.weights.acquire_slot(selector)
         if slot < 0:
-            held = f"slots 0 to {self.weights.max_loras - 1}" if selector >= self.weights.max_loras else "a slot that holds an adapter"
-            raise RouteError(f"slot {selector} cannot be routed to: found it empty, loading or out of range; expected {held}", slot=selector)
+            held = (
+                f"slots 0 to {self.weights.max_loras - 1}" if selector >= self.weights.max_loras else "a slot that holds an adapter"
+            )
+            raise RouteError(
+                f"slot {selector} cannot be routed to: found it empty, loading or out of range; expected {held}", slot=selector
+            )
         return slot
 
     def _release(self, slot: int) -> None:
@@ -434,7 +440,9 @@ class AttachedModel(ModelAdapters):
         known = tuple(self.weights.adapter_names())
         listed = ", ".join(known) if known else "none"
         return AdapterNotFoundError(
-            f"no adapter named {name!r} is resident; resident are: {listed}; load it with load(source, {name!r})", name=name, known=known
+            f"no adapter named {name!r} is resident; resident are: {listed}; load it with load(source, {name!r})",
+            name=name,
+            known=known,
         )
 
     def _check_open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ._core import LoraWeights, ModelConfig, Site, pool_slot_bytes, tables_bytes
 from .errors import PoolError, RankError
@@ -80,7 +80,7 @@ def plan(
     if hasattr(model_or_config, "named_modules"):
         from .sites import choose
 
-        chosen = [found.site for found in choose(model_or_config, sites)]
+        chosen = [found.site for found in choose(cast("torch.nn.Module", model_or_config), sites)]
     else:
         is_ours = isinstance(model_or_config, ModelConfig)
         config = model_or_config if is_ours else ModelConfig.from_transformers(model_or_config)
@@ -128,6 +128,4 @@ def allocate(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: s
 
 def _plan(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str) -> PoolPlan:
     slot = pool_slot_bytes(list(sites), max_rank, pool_dtype)
-    return PoolPlan(
-        max_loras, max_rank, pool_dtype, len(sites), slot, slot * max_loras, tables_bytes(list(sites), max_loras)
-    )
+    return PoolPlan(max_loras, max_rank, pool_dtype, len(sites), slot, slot * max_loras, tables_bytes(list(sites), max_loras))

@@ -6,6 +6,7 @@ A route resolves its rows once, holds one reference per distinct slot from enter
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,7 +92,9 @@ class Lease:
         if self._lora is not lora:
             raise LeaseError(f"the lease on {self.name!r} belongs to another pool; lease the adapter from the pool that routes it")
         if not self._held:
-            raise LeaseError(f"the lease on {self.name!r} (slot {self.slot}) was released; take a new one with lease({self.name!r})")
+            raise LeaseError(
+                f"the lease on {self.name!r} (slot {self.slot}) was released; take a new one with lease({self.name!r})"
+            )
 
     def __enter__(self) -> Lease:
         self._check(self._lora)
@@ -108,10 +111,8 @@ class Lease:
 
     def __del__(self) -> None:
         # A dropped lease must not hold its slot for ever; an interpreter that is closing has no pool left to tell.
-        try:
+        with contextlib.suppress(Exception):
             self.release()
-        except Exception:
-            pass
 
     def __repr__(self) -> str:
         return f"Lease(name={self.name!r}, slot={self.slot}, {'held' if self._held else 'released'})"

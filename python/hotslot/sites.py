@@ -89,9 +89,7 @@ def walk(model: torch.nn.Module) -> Iterator[ModelSite]:
         yield ModelSite(site, module, unread.get(id(module)))
 
 
-def choose(
-    model: torch.nn.Module, sites: str | Iterable[str], wanted: Sequence[str] = ()
-) -> list[ModelSite]:
+def choose(model: torch.nn.Module, sites: str | Iterable[str], wanted: Sequence[str] = ()) -> list[ModelSite]:
     """The sites to lay the pool out over.
 
     Args:
@@ -127,7 +125,9 @@ def choose(
         hits = [found for found in every if _ends_with(found.site.path, name)]
         if not hits:
             leaves = sorted({found.site.path.rpartition(".")[2] for found in usable})
-            raise RouteError(f"sites={name!r} names no linear layer of {type(model).__name__}; its layers end in {', '.join(leaves)}")
+            raise RouteError(
+                f"sites={name!r} names no linear layer of {type(model).__name__}; its layers end in {', '.join(leaves)}"
+            )
         for found in hits:
             if found.refusal is not None:
                 raise RouteError(f"sites={name!r}: {found.site.path} cannot take an adapter: {found.refusal}")

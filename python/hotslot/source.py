@@ -67,6 +67,9 @@ class SourceReader:
         vocab_size = self._vocab_size if isinstance(self._vocab_size, int) else None
         resolved = resolve(adapter, self._sites, self._max_rank, host_modules=self._host_modules, vocab_size=vocab_size)
         identity = adapter.identity if isinstance(adapter, AdapterFile) else None
+        if isinstance(adapter, AdapterFile):
+            # Header and config were read at different moments; from here on the core watches the file that it reads.
+            adapter.check_unchanged()
         pairs = [(pair.site_index, pair.rank, pair.scale, _source(pair.a), _source(pair.b)) for pair in resolved.pairs]
         return Prepared(pairs, adapter.config, identity, resolved.report)
 

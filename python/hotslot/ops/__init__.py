@@ -1,8 +1,8 @@
 """The one operation on activations, in the forms that its callers need.
 
-    eager        `SiteHook.apply` calls the backend's kernel itself (in place)
-    compiled     `compiled_apply`: an opaque torch op; the route is read when the graph runs
-    autograd     `differentiable_apply`: plain torch, out of place, differentiable in x
+eager        `SiteHook.apply` calls the backend's kernel itself (in place)
+compiled     `compiled_apply`: an opaque torch op; the route is read when the graph runs
+autograd     `differentiable_apply`: plain torch, out of place, differentiable in x
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plain torch: the oracle that the kernels are checked against, and the path that autograd follows.
 
-    out[t] + sum over (s, w) of row(t) of  w * scale[s] * (x[t] A[s]^T) B[s]^T        x [T, in], A [r, in], B [out, r]
+out[t] + sum over (s, w) of row(t) of  w * scale[s] * (x[t] A[s]^T) B[s]^T        x [T, in], A [r, in], B [out, r]
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 #![cfg(feature = "fault-injection")]
 #![allow(unsafe_code)]
 
-use hotslot_core::identity::Digest;
 use hotslot_core::Error;
 use hotslot_core::config::PeftAdapterConfig;
+use hotslot_core::identity::Digest;
 use hotslot_core::layout::{Dtype, Layout, Site};
 use hotslot_core::memory::{DeviceMemory, FaultyMemory, HostMemory, Region, Stream};
 use hotslot_core::pack::{PairInput, Staged, Staging};

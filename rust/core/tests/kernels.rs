@@ -4,8 +4,12 @@
 #![allow(unsafe_code, reason = "kernels take addresses; each call passes those of live vectors")]
 #![allow(missing_docs, reason = "a test's name is its sentence")]
 
+use std::cmp::Ordering;
+
 use hotslot_core::Error;
-use hotslot_core::kernels::{ActDtype, Exec, Input, Isa, Output, Plan, RowEntry, Shrunk, SiteView, apply, expand, shrink_group};
+use hotslot_core::kernels::{
+    ActDtype, Exec, Input, Isa, Output, Plan, RowEntry, Shrunk, SiteView, apply, expand, shrink_group,
+};
 use hotslot_core::layout::{Dtype, padded};
 
 /// A small generator of the tests' own (xorshift64*), so that a failure repeats.
@@ -52,16 +56,24 @@ fn f16_value(bits: u16) -> f32 {
 /// The nearest half, by trying the two neighbours of the truncated one.
 fn f16_bits(value: f32) -> u16 {
     let sign = if value.is_sign_negative() { 0x8000 } else { 0 };
-    let magnitude = value.abs();
+    let magnitude = f64::from(value.abs());
     let (mut low, mut high) = (0u16, 0x7c00u16);
     while high - low > 1 {
         let middle = u16::midpoint(low, high);
-        if f16_value(middle) <= magnitude { low = middle } else { high = middle }
+        if f64::from(f16_value(middle)) <= magnitude {
+            low = middle;
+        } else {
+            high = middle;
+        }
     }
     // Above the largest half the next would be 65536.
     let above = if high == 0x7c00 { 65536.0 } else { f64::from(f16_value(high)) };
-    let (down, up) = (f64::from(magnitude) - f64::from(f16_value(low)), above - f64::from(magnitude));
-    let nearest = if down < up || (down == up && low.is_multiple_of(2)) { low } else { high };
+    let middle = f64::midpoint(f64::from(f16_value(low)), above);
+    let nearest = match magnitude.total_cmp(&middle) {
+        Ordering::Less => low,
+        Ordering::Greater => high,
+        Ordering::Equal => low + low % 2,
+    };
     sign | nearest
 }
 
@@ -133,7 +145,8 @@ impl Rows {
     }
 
     fn output(&mut self) -> Output {
-        let ptr = if self.dtype == ActDtype::F32 { self.f32s.as_mut_ptr().cast() } else { self.halves.as_mut_ptr().cast() };
+        let ptr =
+            if self.dtype == ActDtype::F32 { self.f32s.as_mut_ptr().cast() } else { self.halves.as_mut_ptr().cast() };
         Output { ptr, row_stride: self.stride, dtype: self.dtype }
     }
 
@@ -165,7 +178,7 @@ struct Site {
     n: usize,
     dtype: Dtype,
     pairs: Vec<Option<Pair>>,
-    _memory: Vec<u32>,
+    memory: Vec<u16>,
     a_table: Vec<u64>,
     b_table: Vec<u64>,
     scale: Vec<f32>,
@@ -194,44 +207,42 @@ impl Site {
     }
 
     fn new(k: usize, n: usize, dtype: Dtype, pairs: Vec<Option<Pair>>) -> Self {
-        let element = dtype.size();
-        let block = |rows: usize, width: usize| (rows * padded(width) * element).next_multiple_of(256) + 256;
+        let block = |rows: usize, width: usize| (rows * padded(width) * dtype.size()).next_multiple_of(256) + 256;
         let bytes: usize = pairs.iter().flatten().map(|pair| block(pair.rank, k) + block(n, pair.rank)).sum();
         let mut site = Self {
             k,
             n,
             dtype,
-            _memory: vec![0xffff_ffff; bytes / 4 + 64],
+            memory: vec![0xffff; bytes / 2 + 128],
             a_table: vec![0; pairs.len()],
             b_table: vec![0; pairs.len()],
             scale: vec![f32::NAN; pairs.len()],
             rank: vec![0; pairs.len()],
             pairs,
         };
-        let address = site._memory.as_ptr().addr().next_multiple_of(256);
-        let skip = address - site._memory.as_ptr().addr();
-        let memory = site._memory.as_mut_ptr().cast::<u8>().wrapping_add(skip);
-        let mut at = 0;
+        // In halves (u16), from the first 256-byte boundary on.
+        let mut at = site.memory.as_ptr().align_offset(256);
         for (slot, pair) in site.pairs.iter().enumerate() {
             let Some(pair) = pair else { continue };
             for (table, values, rows, width) in
                 [(&mut site.a_table, &pair.a, pair.rank, k), (&mut site.b_table, &pair.b, n, pair.rank)]
             {
-                table[slot] = (address + at) as u64;
+                table[slot] = site.memory[at..].as_ptr().addr() as u64;
+                let mut to = at;
                 for row in 0..rows {
                     for column in 0..padded(width) {
                         let value = if column < width { values[row * width + column] } else { 0.0 };
-                        let offset = at + (row * padded(width) + column) * element;
-                        // SAFETY: the blocks' sizes add up to the memory's.
-                        unsafe {
-                            match dtype {
-                                Dtype::Bf16 => memory.add(offset).cast::<u16>().write(bf16_bits(value)),
-                                Dtype::F32 => memory.add(offset).cast::<f32>().write(value),
-                            }
+                        let bits = value.to_bits();
+                        if dtype == Dtype::Bf16 {
+                            site.memory[to] = bf16_bits(value);
+                            to += 1;
+                        } else {
+                            site.memory[to..to + 2].copy_from_slice(&[bits as u16, (bits >> 16) as u16]);
+                            to += 2;
                         }
                     }
                 }
-                at += block(rows, width);
+                at += block(rows, width) / 2;
             }
             site.scale[slot] = pair.scale;
             site.rank[slot] = pair.rank as i32;
@@ -253,7 +264,10 @@ impl Site {
     }
 
     fn pairs_of(&self, row: &[RowEntry]) -> Vec<(f32, &Pair)> {
-        row.iter().filter(|e| e.slot >= 0).filter_map(|e| Some((e.weight, self.pairs[e.slot as usize].as_ref()?))).collect()
+        row.iter()
+            .filter(|e| e.slot >= 0)
+            .filter_map(|e| Some((e.weight, self.pairs[e.slot as usize].as_ref()?)))
+            .collect()
     }
 
     /// The canonical order, one sum at a time; `None` if no entry adapts the site.
@@ -352,7 +366,8 @@ fn check(site: &Site, rows: &[Vec<RowEntry>], x: &Rows, base: &Rows, context: &s
         for (n, (delta, size)) in site.dense_delta(row, &x.row(token)).into_iter().enumerate() {
             let exact = f64::from(base.value(token, n)) + delta;
             let error = (f64::from(expected.value(token, n)) - exact).abs();
-            let bound = 1.01 * steps * unit * size + (exact.abs() + size * steps * unit) * (unit + rounding) + 1e-7 * rounding;
+            let bound =
+                1.01 * steps * unit * size + (exact.abs() + size * steps * unit) * (unit + rounding) + 1e-7 * rounding;
             assert!(error <= bound, "{context}: token {token} column {n}: error {error:e}, bound {bound:e}");
         }
     }
@@ -394,7 +409,13 @@ fn every_tail_length_meets_both_oracles() {
                     let site = Site::random(&mut random, k, n, &[rank, 20 - rank], dtype);
                     let x = Rows::random(&mut random, 4, k, gap, activation);
                     let base = Rows::random(&mut random, 4, n, gap, activation);
-                    check(&site, &single(&[0, 1, -1, 0]), &x, &base, &format!("[{k}, {n}] rank {rank} {activation:?} {dtype:?}"));
+                    check(
+                        &site,
+                        &single(&[0, 1, -1, 0]),
+                        &x,
+                        &base,
+                        &format!("[{k}, {n}] rank {rank} {activation:?} {dtype:?}"),
+                    );
                 }
             }
         }
@@ -408,7 +429,13 @@ fn mix(random: &mut Random, name: &str, batch: usize, slots: usize) -> Vec<i32> 
             "identical" => 3,
             "distinct" => (row % slots) as i32,
             "uniform" => random.below(slots + 1) as i32 - 1,
-            "skewed" => if random.below(4) > 0 { 1 } else { random.below(slots) as i32 },
+            "skewed" => {
+                if random.below(4) > 0 {
+                    1
+                } else {
+                    random.below(slots) as i32
+                }
+            }
             "zipf" => {
                 let mut slot = 0;
                 while slot + 1 < slots && random.below(2 + slot) > 0 {
@@ -425,7 +452,9 @@ fn mix(random: &mut Random, name: &str, batch: usize, slots: usize) -> Vec<i32> 
 fn every_mix_and_batch_meets_both_oracles() {
     let mut random = Random(3);
     let ranks: Vec<usize> = (0..17).map(|slot| [8, 16, 3, 0, 5, 64, 1, 33][slot % 8]).collect();
-    for (dtype, activation) in [(Dtype::Bf16, ActDtype::F32), (Dtype::Bf16, ActDtype::Bf16), (Dtype::F32, ActDtype::F16)] {
+    for (dtype, activation) in
+        [(Dtype::Bf16, ActDtype::F32), (Dtype::Bf16, ActDtype::Bf16), (Dtype::F32, ActDtype::F16)]
+    {
         let mut site = Site::random(&mut random, 66, 130, &ranks, dtype);
         for name in ["identical", "distinct", "uniform", "skewed", "zipf"] {
             for batch in [1, 3, 7, 133] {
@@ -452,7 +481,9 @@ fn a_row_has_the_same_bits_alone_and_in_any_batch() {
         for batch in [1, 2, 3, 4, 5, 9, 64, 65, 133] {
             let rows: Vec<Vec<RowEntry>> = (0..batch)
                 .map(|_| {
-                    (0..random.below(3)).map(|_| RowEntry { slot: random.below(4) as i32, weight: random.signed() }).collect()
+                    (0..random.below(3))
+                        .map(|_| RowEntry { slot: random.below(4) as i32, weight: random.signed() })
+                        .collect()
                 })
                 .collect();
             let x = Rows::random(&mut random, batch, site.k, 0, activation);
@@ -463,7 +494,11 @@ fn a_row_has_the_same_bits_alone_and_in_any_batch() {
                 for row in 0..batch {
                     let plan = plan_of(&site, &rows[row..=row]);
                     let alone = run(&site, &plan, &x.select(&[row]), &base.select(&[row]), exec);
-                    assert_eq!(alone.row_bits(0), together.row_bits(row), "{isa:?} {activation:?} batch {batch} row {row}");
+                    assert_eq!(
+                        alone.row_bits(0),
+                        together.row_bits(row),
+                        "{isa:?} {activation:?} batch {batch} row {row}"
+                    );
                 }
             }
         }
@@ -475,7 +510,9 @@ fn a_row_has_the_same_bits_in_any_slot() {
     let mut random = Random(5);
     let site = Site::random(&mut random, 100, 90, &[16, 8, 0, 30, 1, 12], Dtype::Bf16);
     let rows: Vec<Vec<RowEntry>> = (0..40)
-        .map(|_| (0..random.below(4)).map(|_| RowEntry { slot: random.below(6) as i32, weight: random.signed() }).collect())
+        .map(|_| {
+            (0..random.below(4)).map(|_| RowEntry { slot: random.below(6) as i32, weight: random.signed() }).collect()
+        })
         .collect();
     let x = Rows::random(&mut random, 40, site.k, 0, ActDtype::F32);
     let base = Rows::random(&mut random, 40, site.n, 0, ActDtype::F32);
@@ -581,7 +618,8 @@ fn the_sum_is_rounded_once() {
     // base 1 + delta 2^-8 + 2^-20 lies above the tie between 1 and 1 + 2^-7; a delta rounded to bf16 first would land on it.
     let pair = Pair { rank: 2, scale: 1.0, a: vec![1.0, 0.0, 0.0, 1.0], b: vec![1.0, 1.0] };
     let site = Site::new(2, 1, Dtype::F32, vec![Some(pair)]);
-    let x = Rows { dtype: ActDtype::F32, stride: 2, width: 2, f32s: vec![2f32.powi(-8), 2f32.powi(-20)], halves: vec![] };
+    let x =
+        Rows { dtype: ActDtype::F32, stride: 2, width: 2, f32s: vec![2f32.powi(-8), 2f32.powi(-20)], halves: vec![] };
     let base = Rows { dtype: ActDtype::Bf16, stride: 1, width: 1, f32s: vec![1.0], halves: vec![0x3f80] };
     for isa in isas() {
         let out = run(&site, &plan_of(&site, &single(&[0])), &x, &base, Exec { threads: 1, isa });
@@ -594,7 +632,22 @@ fn values_at_the_edges_of_a_type_round_as_ieee_says() {
     let pair = Pair { rank: 1, scale: 1.0, a: vec![1.0], b: vec![1.0] };
     let site = Site::new(1, 1, Dtype::F32, vec![Some(pair)]);
     let plan = plan_of(&site, &single(&[0]));
-    let values = [0.0, 65504.0, 65519.0, 65520.0, 1e6, 6e-8, 2.9e-8, 3e-8, 6.1e-5, 6.097e-5, 1e-38, 3.4e38, f32::MAX, f32::INFINITY];
+    let values = [
+        0.0,
+        65504.0,
+        65519.0,
+        65520.0,
+        1e6,
+        6e-8,
+        2.9e-8,
+        3e-8,
+        6.1e-5,
+        6.097e-5,
+        1e-38,
+        3.4e38,
+        f32::MAX,
+        f32::INFINITY,
+    ];
     for value in values.into_iter().flat_map(|v| [v, -v]) {
         for (dtype, bits) in [(ActDtype::Bf16, bf16_bits(value)), (ActDtype::F16, f16_bits(value))] {
             let x = Rows { dtype: ActDtype::F32, stride: 1, width: 1, f32s: vec![value], halves: vec![] };
@@ -602,12 +655,17 @@ fn values_at_the_edges_of_a_type_round_as_ieee_says() {
             for isa in isas() {
                 let out = run(&site, &plan, &x, &base, Exec { threads: 1, isa });
                 let zero = value == 0.0 && out.halves[0] & 0x7fff == 0;
-                assert!(zero || out.halves == [bits], "{value:e} {dtype:?} {isa:?}: {:#x}, not {bits:#x}", out.halves[0]);
+                assert!(
+                    zero || out.halves == [bits],
+                    "{value:e} {dtype:?} {isa:?}: {:#x}, not {bits:#x}",
+                    out.halves[0]
+                );
             }
         }
     }
     for dtype in [ActDtype::Bf16, ActDtype::F16] {
-        let x = Rows { dtype: ActDtype::F32, stride: 1, width: 1, f32s: vec![f32::from_bits(0x7f80_0001)], halves: vec![] };
+        let x =
+            Rows { dtype: ActDtype::F32, stride: 1, width: 1, f32s: vec![f32::from_bits(0x7f80_0001)], halves: vec![] };
         let mut base = Rows { dtype, stride: 1, width: 1, f32s: vec![0.0], halves: vec![0] };
         for isa in isas() {
             base.clone_from(&run(&site, &plan, &x, &base, Exec { threads: 1, isa }));

@@ -4,9 +4,9 @@
 use std::fs::File;
 use std::io::Write;
 
-use hotslot_core::identity::Digest;
 use hotslot_core::Error;
 use hotslot_core::config::PeftAdapterConfig;
+use hotslot_core::identity::Digest;
 use hotslot_core::layout::{Dtype, Layout, Site, padded};
 use hotslot_core::memory::{DeviceMemory, HostMemory, Region, Stream};
 use hotslot_core::pack::{PairInput, Staged, Staging};
@@ -232,7 +232,9 @@ fn known_content_that_needs_no_conversion_goes_from_the_file_to_the_slot_in_few_
     let pairs = adapter.pairs(&layout, |site, half, _| SourceAt::File(&file, offsets[site][half]));
     let staged = Staged::read(&layout, &config(), &pairs, Digest::Compute, Staging::default()).unwrap();
     assert_eq!(staged.num_copies(), 1);
-    let known = Staged::read(&layout, &config(), &pairs, Digest::Known(staged.cache_id().unwrap()), staged.into_staging()).unwrap();
+    let known =
+        Staged::read(&layout, &config(), &pairs, Digest::Known(staged.cache_id().unwrap()), staged.into_staging())
+            .unwrap();
     assert_eq!(known.num_copies(), 1);
     let mut slot = Slot::poisoned(&layout);
     slot.write(&known);
@@ -261,7 +263,9 @@ fn a_pair_that_does_not_fit_is_refused_with_its_numbers() {
     let zeros = [0; 1024];
     let tensor = |rows, cols| Source::in_memory(&zeros[..rows * cols * 2], SourceDtype::Bf16, rows, cols);
     let good = PairInput { site: 0, rank: 2, scale: 1.0, a: tensor(2, 8), b: tensor(4, 2) };
-    let read = |pairs: &[PairInput<'_>]| Staged::read(&layout, &config(), pairs, Digest::Compute, Staging::default()).map(|_| ());
+    let read = |pairs: &[PairInput<'_>]| {
+        Staged::read(&layout, &config(), pairs, Digest::Compute, Staging::default()).map(|_| ())
+    };
     let path = || "layers.0.proj".to_owned();
     let shape = |half, found, expected| Err(Error::AdapterShape { site: path(), half, found, expected });
 
@@ -309,8 +313,10 @@ fn a_truncated_file_is_found_before_the_slot_is_touched() {
     let adapter = Adapter::new(&layout, &[8, 8], SourceDtype::Bf16);
     let (file, offsets) = adapter.to_file();
     let pairs = adapter.pairs(&layout, |site, half, _| SourceAt::File(&file, offsets[site][half] + 1));
-    let id =
-        Staged::read(&layout, &config(), &adapter.in_memory(&layout), Digest::Compute, Staging::default()).unwrap().cache_id().unwrap();
+    let id = Staged::read(&layout, &config(), &adapter.in_memory(&layout), Digest::Compute, Staging::default())
+        .unwrap()
+        .cache_id()
+        .unwrap();
     for digest in [Digest::Compute, Digest::Known(id)] {
         match Staged::read(&layout, &config(), &pairs, digest, Staging::default()) {
             Err(Error::AdapterFile { path, .. }) => assert_eq!(path, "layers.1.proj.lora_B.weight"),
@@ -323,7 +329,8 @@ fn a_truncated_file_is_found_before_the_slot_is_touched() {
 fn only_the_slot_is_written() {
     let layout = layout(&[(20, 20)], 4, Dtype::Bf16);
     let adapter = Adapter::new(&layout, &[4], SourceDtype::Bf16);
-    let staged = Staged::read(&layout, &config(), &adapter.in_memory(&layout), Digest::Compute, Staging::default()).unwrap();
+    let staged =
+        Staged::read(&layout, &config(), &adapter.in_memory(&layout), Digest::Compute, Staging::default()).unwrap();
     let mut slot = Slot::poisoned(&layout);
     // One byte further than it fits.
     let error = slot.with(|memory, base| staged.write(memory, base + layout.slot_bytes() - 8, S)).unwrap_err();

@@ -85,7 +85,8 @@ impl LoraWeights {
         known: Option<&str>,
         defer_digest: bool,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known, defer_digest)?.load(py, self, |core, input| core.pack_slot(slot, input))
+        Input::from_py(name, pairs, config, known, defer_digest)?
+            .load(py, self, |core, input| core.pack_slot(slot, input))
     }
 
     /// Swaps an adapter into a slot without references. If its name is in another slot it moves here.
@@ -106,7 +107,8 @@ impl LoraWeights {
         known: Option<&str>,
         defer_digest: bool,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known, defer_digest)?.load(py, self, |core, input| core.pack_store_into_slot(slot, input))
+        Input::from_py(name, pairs, config, known, defer_digest)?
+            .load(py, self, |core, input| core.pack_store_into_slot(slot, input))
     }
 
     /// Loads an adapter into a cache slot: an empty one, else the least recently used one without references.

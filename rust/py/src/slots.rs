@@ -148,7 +148,10 @@ impl PartialEq for SlotInfo {
     /// The digest does not count: it may arrive after the load, and says nothing that the generation does not say.
     fn eq(&self, other: &Self) -> bool {
         let counts = |info: &Self| (info.slot, info.ref_count, info.last_used, info.generation, info.rank, info.nbytes);
-        self.name == other.name && self.state == other.state && self.pinned == other.pinned && counts(self) == counts(other)
+        self.name == other.name
+            && self.state == other.state
+            && self.pinned == other.pinned
+            && counts(self) == counts(other)
     }
 }
 

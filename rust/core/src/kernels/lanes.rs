@@ -130,7 +130,7 @@ impl F16 {
             // Adding 0.5 leaves the subnormal half, rounded to nearest even, in the low bits of the sum.
             ((f32::from_bits(magnitude) + 0.5).to_bits() - 0x3f00_0000) as u16
         } else {
-            (magnitude.wrapping_add(0xfff + (magnitude >> 13 & 1)) - (112 << 23) >> 13) as u16
+            ((magnitude + 0xfff + (magnitude >> 13 & 1) - (112 << 23)) >> 13) as u16
         };
         Self(sign | half)
     }

@@ -12,6 +12,8 @@
 //! [`shrink_group`] and [`expand`] are the two halves of [`apply`], for sites that read the same x: q, k and v, gate and up.
 
 #![allow(unsafe_code, reason = "kernels work on the addresses of a pool and of tensors")]
+#![allow(clippy::inline_always, reason = "lanes work only inside the `target_feature` function that calls them")]
+#![allow(clippy::needless_range_loop, reason = "one index runs over several fixed arrays, and unrolls")]
 
 mod dispatch;
 mod expand;

@@ -21,32 +21,31 @@ use crate::layout::{Dtype, padded};
 /// Elements of a row of A that are read in one step: a vector of lanes 0 to 15 and one of lanes 16 to 31.
 const STEP: usize = 2 * LANES;
 
-/// Tokens of a tile at most.
-const TOKENS: usize = 4;
-
 /// Columns after which a full tile goes on with the next rows of A, so that its x stays in the first-level cache.
-const COLUMNS: usize = 65536;
+const COLUMNS: usize = 1536;
 
-/// Runs a job.
+/// Runs a job in tiles of `TOKENS` tokens, 4 at most, and `ROWS` rows of A.
 ///
 /// # Safety
 /// As [`super::apply`]; `h` has room for the block's tokens times the span's width; the instruction set is available.
 #[inline(always)]
-pub(super) unsafe fn shrink<I: Lanes, const ROWS: usize>(job: &ShrinkJob, x: &mut Buffer) {
+pub(super) unsafe fn shrink<I: Lanes, const TOKENS: usize, const ROWS: usize>(job: &ShrinkJob, x: &mut Buffer) {
     match job.member.weights {
-        Dtype::Bf16 => shrink_block::<I, Bf16, ROWS>(job, x),
-        Dtype::F32 => shrink_block::<I, f32, ROWS>(job, x),
+        Dtype::Bf16 => shrink_block::<I, Bf16, TOKENS, ROWS>(job, x),
+        Dtype::F32 => shrink_block::<I, f32, TOKENS, ROWS>(job, x),
     }
 }
 
 #[inline(always)]
-unsafe fn shrink_block<I: Lanes, W: Weight, const ROWS: usize>(job: &ShrinkJob, buffer: &mut Buffer) {
+unsafe fn shrink_block<I: Lanes, W: Weight, const TOKENS: usize, const ROWS: usize>(job: &ShrinkJob, buffer: &mut Buffer) {
     let mut first = 0;
     while first < job.block.tokens.len() {
         let count = (job.block.tokens.len() - first).min(TOKENS);
         match count {
             1 => shrink_tokens::<I, W, 1, 1>(job, first, buffer),
+            2 if TOKENS == 2 => shrink_tokens::<I, W, 2, ROWS>(job, first, buffer),
             2 => shrink_tokens::<I, W, 2, 1>(job, first, buffer),
+            3 if TOKENS == 3 => shrink_tokens::<I, W, 3, ROWS>(job, first, buffer),
             3 => shrink_tokens::<I, W, 3, 1>(job, first, buffer),
             _ => shrink_tokens::<I, W, 4, ROWS>(job, first, buffer),
         }

@@ -1,5 +1,6 @@
 //! The lanes in AVX2 with FMA and F16C (two registers) and in AVX-512 (one).
 
+#![allow(clippy::wildcard_imports, reason = "intrinsics are dozens of names, each telling where it is from")]
 #![allow(
     unsafe_op_in_unsafe_fn,
     reason = "every function has the one contract of `Lanes`: the instruction set is there, the pointers are valid"
