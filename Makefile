@@ -54,9 +54,10 @@ test-python: $(STAMPS)/wheel $(STAMPS)/test ## Run pytest; ARGS='-k route' passe
 	@$(PY) -m pytest $(ARGS)
 
 .PHONY: lint
-lint: $(STAMPS)/wheel $(STAMPS)/test ## Run rustfmt, clippy, ruff, mypy --strict and stubtest
+lint: $(STAMPS)/wheel $(STAMPS)/test ## Run rustfmt, clippy, rustdoc, ruff, mypy --strict and stubtest
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --all-features -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

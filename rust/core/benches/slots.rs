@@ -36,13 +36,13 @@ fn holders(c: &mut Criterion) {
     let weights = pool();
     let mut group = c.benchmark_group("acquire and release");
     group.bench_function("by index", |b| {
-        b.iter(|| weights.release_slot(weights.acquire_slot(black_box(Selector::Slot(3)))))
+        b.iter(|| weights.release_slot(weights.acquire_slot(black_box(Selector::Slot(3)))));
     });
     group.bench_function("active", |b| {
-        b.iter(|| weights.release_slot(weights.acquire_slot(black_box(Selector::Active))))
+        b.iter(|| weights.release_slot(weights.acquire_slot(black_box(Selector::Active))));
     });
     group.bench_function("by name", |b| {
-        b.iter(|| weights.release_slot(weights.acquire_by_name(black_box("adapter-9"))))
+        b.iter(|| weights.release_slot(weights.acquire_by_name(black_box("adapter-9"))));
     });
     group.finish();
 

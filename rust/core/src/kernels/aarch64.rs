@@ -166,7 +166,7 @@ pub(super) const NEON: Kernels = Kernels { shrink: shrink_neon, expand: expand_n
 
 #[target_feature(enable = "neon")]
 unsafe fn shrink_neon(job: &ShrinkJob, x: &mut Buffer) {
-    shrink::<Neon, 1>(job, x);
+    shrink::<Neon, 2, 1>(job, x);
 }
 
 #[target_feature(enable = "neon")]

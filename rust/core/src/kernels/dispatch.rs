@@ -77,7 +77,7 @@ const SCALAR: Kernels = Kernels { shrink: shrink_scalar, expand: expand_scalar }
 
 unsafe fn shrink_scalar(job: &ShrinkJob, x: &mut Buffer) {
     // SAFETY: the caller's promise; plain Rust runs everywhere.
-    unsafe { shrink_kernel::shrink::<Scalar, 1>(job, x) };
+    unsafe { shrink_kernel::shrink::<Scalar, 4, 1>(job, x) };
 }
 
 unsafe fn expand_scalar(job: &ExpandJob, panel: &mut Buffer) {

@@ -42,12 +42,12 @@ unsafe fn shrink_block<I: Lanes, W: Weight, const TOKENS: usize, const ROWS: usi
     while first < job.block.tokens.len() {
         let count = (job.block.tokens.len() - first).min(TOKENS);
         match count {
-            1 => shrink_tokens::<I, W, 1, 1>(job, first, buffer),
-            2 if TOKENS == 2 => shrink_tokens::<I, W, 2, ROWS>(job, first, buffer),
-            2 => shrink_tokens::<I, W, 2, 1>(job, first, buffer),
-            3 if TOKENS == 3 => shrink_tokens::<I, W, 3, ROWS>(job, first, buffer),
-            3 => shrink_tokens::<I, W, 3, 1>(job, first, buffer),
-            _ => shrink_tokens::<I, W, 4, ROWS>(job, first, buffer),
+            1 => shrink_tokens::<I, W, 1, 1, false>(job, first, buffer),
+            2 if TOKENS == 2 => shrink_tokens::<I, W, 2, ROWS, true>(job, first, buffer),
+            2 => shrink_tokens::<I, W, 2, 1, false>(job, first, buffer),
+            3 if TOKENS == 3 => shrink_tokens::<I, W, 3, ROWS, true>(job, first, buffer),
+            3 => shrink_tokens::<I, W, 3, 1, false>(job, first, buffer),
+            _ => shrink_tokens::<I, W, 4, ROWS, true>(job, first, buffer),
         }
         first += count;
     }
@@ -67,15 +67,19 @@ struct Tile<const T: usize> {
     is_first: bool,
 }
 
-/// All parts of the span for T tokens.
+/// All parts of the span for T tokens; `FULL` for a tile of the largest size.
 #[inline(always)]
-unsafe fn shrink_tokens<I: Lanes, W: Weight, const T: usize, const ROWS: usize>(job: &ShrinkJob, first: usize, buffer: &mut Buffer) {
+unsafe fn shrink_tokens<I: Lanes, W: Weight, const T: usize, const ROWS: usize, const FULL: bool>(
+    job: &ShrinkJob,
+    first: usize,
+    buffer: &mut Buffer,
+) {
     let k = job.member.in_features;
     let width = k.next_multiple_of(STEP);
     let is_ready = job.x.dtype == ActDtype::F32 && k == width;
     let parts = job.member.parts_of(&job.span);
     let (x_len, mut sums_len) = (if is_ready { 0 } else { T * width }, 0);
-    if T == TOKENS && k > COLUMNS {
+    if FULL && k > COLUMNS {
         sums_len = parts.iter().map(|part| part.rank * T * STEP).max().unwrap_or(0);
     }
     let room = buffer.room(x_len + sums_len);
@@ -107,7 +111,7 @@ unsafe fn shrink_tokens<I: Lanes, W: Weight, const T: usize, const ROWS: usize>(
             tile.h[t] = job.h.add((first + t) * job.span.width + at);
             tile.factor[t] = factor(job.plan, job.block.rows[first + t], part);
         }
-        shrink_part::<I, W, T, ROWS>(&tile, part, k, job.next);
+        shrink_part::<I, W, T, ROWS, FULL>(&tile, part, k, job.next);
         at += padded(part.rank);
     }
 }
@@ -138,22 +142,22 @@ unsafe fn widen_step<I: Lanes, X: Elem>(from: *const X, to: *mut f32) {
 }
 
 #[inline(always)]
-unsafe fn shrink_part<I: Lanes, W: Weight, const T: usize, const ROWS: usize>(
+unsafe fn shrink_part<I: Lanes, W: Weight, const T: usize, const ROWS: usize, const FULL: bool>(
     tile: &Tile<T>,
     part: &Part,
     k: usize,
     next: *const u8,
 ) {
-    let columns = if T == TOKENS { COLUMNS } else { k };
+    let columns = if FULL { COLUMNS } else { k };
     for from in (0..k).step_by(columns) {
         let range = (from, k.min(from + columns));
         let mut i = 0;
         while part.rank - i >= ROWS {
-            shrink_rows::<I, W, T, ROWS>(tile, part, k, range, i, next);
+            shrink_rows::<I, W, T, ROWS, FULL>(tile, part, k, range, i, next);
             i += ROWS;
         }
         while i < part.rank {
-            shrink_rows::<I, W, T, 1>(tile, part, k, range, i, next);
+            shrink_rows::<I, W, T, 1, FULL>(tile, part, k, range, i, next);
             i += 1;
         }
     }
@@ -166,7 +170,7 @@ unsafe fn shrink_part<I: Lanes, W: Weight, const T: usize, const ROWS: usize>(
 
 /// T tokens against a range of the columns of R rows of A, 4 rows at most.
 #[inline(always)]
-unsafe fn shrink_rows<I: Lanes, W: Weight, const T: usize, const R: usize>(
+unsafe fn shrink_rows<I: Lanes, W: Weight, const T: usize, const R: usize, const FULL: bool>(
     tile: &Tile<T>,
     part: &Part,
     k: usize,
@@ -199,7 +203,7 @@ unsafe fn shrink_rows<I: Lanes, W: Weight, const T: usize, const R: usize>(
             prefetch::<I>(part.a, ahead, bytes, end, next);
             ahead += bytes;
         }
-        if T == TOKENS && first / R < T {
+        if FULL && first / R < T {
             let p = tile.later[first / R].wrapping_add(c * tile.later_size);
             I::prefetch(p);
             I::prefetch(p.wrapping_add(64));

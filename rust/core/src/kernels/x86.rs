@@ -332,7 +332,7 @@ pub(super) const AVX512: Kernels = Kernels { shrink: shrink_avx512, expand: expa
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn shrink_avx2(job: &ShrinkJob, x: &mut Buffer) {
-    shrink::<Avx2, 1>(job, x);
+    shrink::<Avx2, 3, 1>(job, x);
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -342,7 +342,7 @@ unsafe fn expand_avx2(job: &ExpandJob, panel: &mut Buffer) {
 
 #[target_feature(enable = "avx512f")]
 unsafe fn shrink_avx512(job: &ShrinkJob, x: &mut Buffer) {
-    shrink::<Avx512, 2>(job, x);
+    shrink::<Avx512, 4, 2>(job, x);
 }
 
 #[target_feature(enable = "avx512f")]
