@@ -76,6 +76,11 @@ wheel: $(STAMPS)/tools ## Build the abi3 wheel into dist/ and check what is in i
 
 ##@ Longer
 
+.PHONY: bench
+bench: $(STAMPS)/wheel $(STAMPS)/test ## Measure: criterion benches of the core, then each benches/bench_*.py
+	cargo bench -p hotslot-core
+	for script in benches/bench_*.py; do echo "== $$script"; $(PY) "$$script"; done
+
 .PHONY: adapters
 adapters: $(STAMPS)/wheel $(STAMPS)/test ## Train the demo's four adapters again (ten minutes)
 	$(PY) examples/train_adapters.py
@@ -92,8 +97,8 @@ fail() { printf '\nhotslot: %s\n         %s\n\n' "$$1" "$$2" >&2; exit 1; }; \
 command -v $(PYTHON) >/dev/null || fail "no $(PYTHON) found; Python 3.10 or newer is needed" "install it, or name one: make PYTHON=/path/to/python3 ..."; \
 $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$$($(PYTHON) --version) found; Python 3.10 or newer is needed" "name a newer one: make PYTHON=/path/to/python3.12 ..."; \
 $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || fail "$(PYTHON) has no venv module" "on Debian and Ubuntu: apt-get install python3-venv"; \
-command -v cargo >/dev/null && command -v rustc >/dev/null || fail "no cargo and rustc found; Rust 1.88 or newer is needed" "install it from https://rustup.rs, then open a new shell"; \
-rustc --version | awk '{split($$2, v, "."); exit !(v[1] > 1 || v[2] >= 88)}' || fail "$$(rustc --version) found; Rust 1.88 or newer is needed" "rustup update stable"; \
+command -v cargo >/dev/null && command -v rustc >/dev/null || fail "no cargo and rustc found; Rust 1.89 or newer is needed" "install it from https://rustup.rs, then open a new shell"; \
+rustc --version | awk '{split($$2, v, "."); exit !(v[1] > 1 || v[2] >= 89)}' || fail "$$(rustc --version) found; Rust 1.89 or newer is needed" "rustup update stable"; \
 command -v cc >/dev/null || fail "no C compiler (cc) found; Rust links with it" "on Debian and Ubuntu: apt-get install build-essential"
 endef
 

@@ -269,14 +269,14 @@ def test_two_unloads_at_once_give_one_success_and_one_not_found_or_the_shared_re
 
 def test_of_many_loads_of_one_name_one_runs_and_the_others_get_its_result(lora, folders, monkeypatch) -> None:
     staged = []
-    prepare = lora._reader.prepare
+    open_source = lora._reader.open
 
-    def counting(adapter):
-        staged.append(adapter)
+    def counting(source, files):
+        staged.append(source)
         time.sleep(0.05)
-        return prepare(adapter)
+        return open_source(source, files)
 
-    monkeypatch.setattr(lora._reader, "prepare", counting)
+    monkeypatch.setattr(lora._reader, "open", counting)
     barrier = threading.Barrier(8)
 
     def load() -> tuple[int, str | None]:

@@ -50,8 +50,8 @@ def fresh(tmp_path: Path, repo: Path) -> tuple[Path, Path]:
     ("tool", "found", "fix"),
     [
         ("python3", "no python3 found; Python 3.10 or newer is needed", "make PYTHON="),
-        ("cargo", "no cargo and rustc found; Rust 1.88 or newer is needed", "rustup"),
-        ("rustc", "no cargo and rustc found; Rust 1.88 or newer is needed", "rustup"),
+        ("cargo", "no cargo and rustc found; Rust 1.89 or newer is needed", "rustup"),
+        ("rustc", "no cargo and rustc found; Rust 1.89 or newer is needed", "rustup"),
         ("cc", "no C compiler (cc) found", "build-essential"),
     ],
 )

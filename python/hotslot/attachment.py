@@ -31,7 +31,7 @@ def check_attachable(model: torch.nn.Module, sites: Sequence[ModelSite]) -> None
         DeviceError: A layer is not on the CPU.
     """
     for path, module in model.named_modules():
-        if isinstance(module.__dict__.get("forward"), SiteHook):
+        if any(isinstance(hook, SiteHook) for hook in module._forward_hooks.values()):
             raise PoolError(f"{path or type(model).__name__} has a hotslot pool attached; detach it before attaching another")
     for found in sites:
         for parameter in itertools.chain(found.module.parameters(recurse=False), found.module.buffers(recurse=False)):
@@ -62,7 +62,7 @@ class Attachment:
             hook = SiteHook(lora, found, index, lora.weights.site_kernel(index), next(_UIDS), is_tower(found.site.path))
             register_site(hook.uid, hook)
             self.hooks.append(hook)
-            hook.install()
+            self._handles.append(found.module.register_forward_hook(hook, with_kwargs=True))
         generate = getattr(model, "generate", None)
         if callable(generate):
             model.__dict__["generate"] = _Generate(lora, generate)
@@ -73,8 +73,6 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for hook in self.hooks:
-            hook.remove()
         for name in _OWN_ATTRIBUTES:
             self._model.__dict__.pop(name, None)
         self.hooks.clear()

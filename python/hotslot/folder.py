@@ -104,14 +104,11 @@ class AdapterFile(Adapter):
 
 def identity_of(directory: str | os.PathLike[str]) -> tuple[FileIdentity, FileIdentity] | None:
     """The identity of an adapter's two files as they are now, or None if one is missing."""
-    found = []
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        try:
-            with open_regular(os.path.join(os.fspath(directory), name)) as file:
-                found.append(FileIdentity.of(file))
-        except (OSError, ValueError):
-            return None
-    return found[0], found[1]
+    folder = os.fspath(directory)
+    try:
+        return FileIdentity.of(os.path.join(folder, CONFIG_NAME)), FileIdentity.of(os.path.join(folder, WEIGHTS_NAME))
+    except (OSError, ValueError):
+        return None
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> AdapterFile:
@@ -157,6 +154,15 @@ def read_adapter(directory: str | os.PathLike[str]) -> AdapterFile:
     except BaseException:
         file.close()
         raise
+
+
+def open_weights(directory: str | os.PathLike[str]) -> io.FileIO:
+    """The weights file of a PEFT folder, open for positioned reads; nothing of it is checked.
+
+    Raises:
+        AdapterFileError: There is no such file.
+    """
+    return _open(os.fspath(directory), WEIGHTS_NAME)
 
 
 def memory_adapter(tensors: Mapping[str, Any], config: Any) -> Adapter:

@@ -1,14 +1,11 @@
-"""The hooks: one in front of each site's `forward`, and a gate around the model's own call.
+"""The forward hooks: one per site, and a gate around the model's own call.
 
-A site's hook adds the adapters' part to the layer's output. It is the instance's `forward`, not a registered forward hook:
-torch's path through registered hooks costs 2 microseconds a layer and step, four times what the hook itself does for a base
-row. The gate checks, before any compute, that the batch has the rows that the route names. Nothing of a hook survives
-`detach`, a deepcopy or a pickle.
+A site's hook adds the adapters' part to the layer's output. The gate checks, before any compute, that the batch has the rows
+that the route names. Nothing of a hook survives `detach`, a deepcopy or a pickle.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +17,7 @@ from torch.compiler import is_compiling
 
 from .errors import DeviceError, RouteError
 from .ops import DTYPE_CODES, compiled_apply, differentiable_apply
-from .routing import _CURRENT, Route, check_rows, current_route
+from .routing import CURRENT, Route, check_rows, current_route
 
 if TYPE_CHECKING:
     from ._core import SiteKernel
@@ -29,9 +26,6 @@ if TYPE_CHECKING:
 
 # Tensors that carry the batch, in the order in which a call is asked for them.
 _BATCH_KEYS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "input_features", "input_values")
-
-
-_NO_PICKLE = "a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()"
 
 
 class _Call(NamedTuple):
@@ -47,13 +41,13 @@ _GENERATING: ContextVar[int] = ContextVar("hotslot_generating", default=0)
 
 
 class _Hook:
-    """A registered hook that a deepcopy leaves behind as `_Inert` and a pickle refuses."""
+    """A hook that a deepcopy leaves behind as `_Inert` and a pickle refuses."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
         return _Inert()
 
     def __reduce__(self) -> Any:
-        raise TypeError(_NO_PICKLE)
+        raise TypeError("a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()")
 
 
 class _Inert:
@@ -63,21 +57,11 @@ class _Inert:
         return None
 
 
-class SiteHook:
-    """One layer's `forward` while the layer is attached: its own, plus the adapters' part.
-
-    Other hooks on the layer see the output with the adapters in it, and nothing changes it after they saw it. The slots keep
-    what a base row touches in one cache line or two: between two steps the model's weights evict all of it.
-    """
-
-    __slots__ = (
-        "__weakref__", "forward", "in_features", "index", "is_tower", "kernel", "lora", "module", "out_features", "path", "uid",
-    )  # fmt: skip
+class SiteHook(_Hook):
+    """Adds the adapters' part to one layer's output."""
 
     def __init__(self, lora: AttachedModel, found: ModelSite, index: int, kernel: SiteKernel, uid: int, is_tower: bool) -> None:
         self.lora = lora
-        self.module = found.module
-        self.forward = found.module.forward
         self.path = found.site.path
         self.in_features = found.site.in_features
         self.out_features = found.site.out_features
@@ -86,44 +70,21 @@ class SiteHook:
         self.uid = uid
         self.is_tower = is_tower
 
-    def install(self) -> None:
-        """Become the layer's `forward`."""
-        self.module.__dict__["forward"] = self
-
-    def remove(self) -> None:
-        """Give the layer its own `forward` back; one that somebody put around this hook since stays, and runs the layer's own."""
-        held = self.module.__dict__
-        if held.get("forward") is not self:
-            return
-        # A method of the class needs no place in the instance; what somebody put there before does.
-        if _is_own_method(self.module, self.forward):
-            del held["forward"]
-        else:
-            held["forward"] = self.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The layer's output for rows without an adapter, bit for bit; with the adapters' part for the others."""
-        out: torch.Tensor = self.forward(*args, **kwargs)
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> Any:
+        """The layer's output with the adapters' part, or None where it was changed in place or not at all."""
         if is_compiling():
             return compiled_apply(out, args[0] if args else next(iter(kwargs.values())), self.uid)
-        route = _CURRENT.get()
-        if route is None:
-            return out
-        if route.lora is not self.lora:
+        # Most calls end in one of the next three lines; each look-up here is paid at every layer of every step.
+        route = CURRENT.get()
+        if route is not None and route.lora is not self.lora:
             route = current_route(self.lora)
-            if route is None:
-                return out
-        if route.plan.is_base:
-            return out
-        # In place unless the layer handed out a view of something.
-        return self.apply(out, args[0] if args else next(iter(kwargs.values())), route, fresh=not out._is_view())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The copied layer's own forward; `remove_inert` takes it out where the class has it anyway.
-        return copy.deepcopy(self.forward, memo)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(_NO_PICKLE)
+        if route is None or route.plan.is_base:
+            return None
+        x = args[0] if args else next(iter(kwargs.values()))
+        # In place only on an output that nobody else can hold: no view, and no other hook that may have kept it.
+        fresh = len(module._forward_hooks) == 1 and not out._is_view()
+        changed = self.apply(out, x, route, fresh=fresh)
+        return None if changed is out else changed
 
     def apply(self, out: torch.Tensor, x: torch.Tensor, route: Route, *, fresh: bool) -> torch.Tensor:
         """`out` plus this site's adapters for `x` ([..., in]); `out` itself where `fresh` allows it.
@@ -276,8 +237,6 @@ def generating() -> Iterator[None]:
 def remove_inert(model: torch.nn.Module) -> None:
     """Take out what the hooks of an attached model became in a copy of it."""
     for module in model.modules():
-        if _is_own_method(module, module.__dict__.get("forward")):
-            del module.__dict__["forward"]
         for table in (module._forward_hooks, module._forward_pre_hooks):
             for key in [key for key, hook in table.items() if isinstance(hook, _Inert)]:
                 del table[key]
@@ -287,11 +246,6 @@ def remove_inert(model: torch.nn.Module) -> None:
                     module._forward_pre_hooks_with_kwargs,
                 ):
                     flags.pop(key, None)
-
-
-def _is_own_method(module: torch.nn.Module, forward: Any) -> bool:
-    """Whether `forward` is the method that the module's class has."""
-    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
 
 
 class Process:

@@ -22,7 +22,7 @@ from .pool import allocate, check_limits
 from .report import LoadReport
 from .routing import BASE, Lease, Route, StaticRoute, check_rows
 from .sites import choose
-from .source import Prepared, Source, SourceReader, key_of, opened, wanted_sites
+from .source import Prepared, Source, SourceReader, key_of, wanted_sites
 
 _POLL_SECONDS = 0.002
 
@@ -397,7 +397,7 @@ class AttachedModel(ModelAdapters):
 
         def operation() -> tuple[int, str | None]:
             with ExitStack() as files:
-                prepared = self._reader.prepare(files.enter_context(opened(source)))
+                prepared = self._reader.open(source, files)
                 known = self._digests.known(prepared.identity)
                 # Tensors in memory may change as soon as this returns, and a resident name must be compared: both need it now.
                 is_compared = self._is_resident(name, what)

@@ -45,7 +45,8 @@ BASE: Final = _Base()
 
 Selector = "str | int | None | _Base | Lease | Mapping[Any, float]"
 
-_CURRENT: ContextVar[Route | None] = ContextVar("hotslot_route", default=None)
+CURRENT: ContextVar[Route | None] = ContextVar("hotslot_route", default=None)
+"""The innermost route of this context, of whatever model; `Route.outer` leads to the others."""
 
 
 class Lease:
@@ -145,15 +146,15 @@ class Route:
 
     def __enter__(self) -> Route:
         self._acquire()
-        self.outer = _CURRENT.get()
-        self._token = _CURRENT.set(self)
+        self.outer = CURRENT.get()
+        self._token = CURRENT.set(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         token, self._token = self._token, None
         try:
             if token is not None:
-                _CURRENT.reset(token)
+                CURRENT.reset(token)
         finally:
             self._release()
 
@@ -176,11 +177,11 @@ class Route:
         def bound(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if not self._entered:
                 raise RouteError(f"{self!r} was left before its bound function ran; keep it entered until the work is done")
-            token = _CURRENT.set(self)
+            token = CURRENT.set(self)
             try:
                 return function(*args, **kwargs)
             finally:
-                _CURRENT.reset(token)
+                CURRENT.reset(token)
 
         return bound
 
@@ -264,19 +265,19 @@ class StaticRoute(Route):
     def __enter__(self) -> StaticRoute:
         if not self._entered:
             raise RouteError("a static route has no rows yet; call set(rows) before entering it")
-        self.outer = _CURRENT.get()
-        self._token = _CURRENT.set(self)
+        self.outer = CURRENT.get()
+        self._token = CURRENT.set(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
         token, self._token = self._token, None
         if token is not None:
-            _CURRENT.reset(token)
+            CURRENT.reset(token)
 
 
 def current_route(lora: AttachedModel) -> Route | None:
     """The innermost route of this context that belongs to `lora`."""
-    route = _CURRENT.get()
+    route = CURRENT.get()
     while route is not None and route.lora is not lora:
         route = route.outer
     return route

@@ -54,9 +54,9 @@ class FileIdentity(NamedTuple):
     ctime_ns: int
 
     @classmethod
-    def of(cls, file: io.FileIO) -> FileIdentity:
-        """The identity of an open file."""
-        found = os.fstat(file.fileno())
+    def of(cls, file: io.FileIO | str) -> FileIdentity:
+        """The identity of an open file, or of the one that a path names now."""
+        found = os.stat(file if isinstance(file, str) else file.fileno())
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Hashable, Iterable, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from .adapter import Adapter, AdapterFile, memory_adapter, read_adapter, resolve, target_paths
+from .adapter import Adapter, AdapterFile, identity_of, memory_adapter, read_adapter, resolve, target_paths
 from .config import PeftAdapterConfig
 from .errors import AdapterFileError
+from .folder import open_weights
 from .report import LoadReport
+from .safetensors import FileIdentity
 from .tensors import TensorRef
 
 if TYPE_CHECKING:
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = "str | os.PathLike[str] | tuple[Mapping[str, Any], Any]"
 """A PEFT folder, or `(tensors, config)`: names as in PEFT's file to torch tensors or arrays, and a config or its dict."""
+
+
+# What was found in files; about 50 kB for an adapter of 200 modules.
+_MAX_SEEN = 256
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,17 @@ class Prepared:
     identity: Hashable | None
     report: LoadReport
 
+    def reading_from(self, fd: int) -> Prepared:
+        """The same adapter through another descriptor of its weights file, with a report of its own."""
+        pairs = [(site, rank, scale, ("file", fd, *a[2:]), ("file", fd, *b[2:])) for site, rank, scale, a, b in self.pairs]
+        return replace(self, pairs=pairs, report=replace(self.report))
+
 
 class SourceReader:
     """Opens sources and fits them to the pool of one model.
+
+    What was found in a pair of files is kept: as long as they are the same files, loading them again parses nothing, so that
+    promotions that repeat leave the interpreter to the threads that compute.
 
     Args:
         weights: The pool.
@@ -57,21 +72,43 @@ class SourceReader:
         self._max_rank = weights.max_rank
         self._host_modules = [path for path, _ in model.named_modules() if path]
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+        self._mutex = threading.Lock()
+        self._seen: dict[Hashable, Prepared] = {}
 
-    def prepare(self, adapter: Adapter) -> Prepared:
-        """Fit an open adapter to the pool; nothing but headers is read.
+    def open(self, source: Source, files: ExitStack) -> Prepared:
+        """Open a source and fit it to the pool; nothing but headers is read.
+
+        Args:
+            source: A folder, or tensors in memory.
+            files: Gets the open weights file; close it when the bytes have been read.
 
         Raises:
-            AdapterError: It does not fit; see `adapter.resolve`.
+            AdapterError: It is no adapter, or it does not fit; see `adapter.resolve`.
         """
+        if isinstance(source, (str, os.PathLike)):
+            identity = identity_of(source)
+            seen = self._seen.get(identity)
+            if identity is not None and seen is not None:
+                file = files.enter_context(open_weights(source))
+                # The file that was just opened may be another than the one that was just looked at.
+                if FileIdentity.of(file) == identity[1]:
+                    return seen.reading_from(file.fileno())
+        return self._fit(files.enter_context(opened(source)))
+
+    def _fit(self, adapter: Adapter) -> Prepared:
         vocab_size = self._vocab_size if isinstance(self._vocab_size, int) else None
         resolved = resolve(adapter, self._sites, self._max_rank, host_modules=self._host_modules, vocab_size=vocab_size)
-        identity = adapter.identity if isinstance(adapter, AdapterFile) else None
-        if isinstance(adapter, AdapterFile):
-            # Header and config were read at different moments; from here on the core watches the file that it reads.
-            adapter.check_unchanged()
         pairs = [(pair.site_index, pair.rank, pair.scale, _source(pair.a), _source(pair.b)) for pair in resolved.pairs]
-        return Prepared(pairs, adapter.config, identity, resolved.report)
+        if not isinstance(adapter, AdapterFile):
+            return Prepared(pairs, adapter.config, None, resolved.report)
+        # Header and config were read at different moments; from here on the core watches the file that it reads.
+        adapter.check_unchanged()
+        prepared = Prepared(pairs, adapter.config, adapter.identity, resolved.report)
+        with self._mutex:
+            while len(self._seen) >= _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+            self._seen[adapter.identity] = prepared
+        return prepared.reading_from(adapter.file.fileno())
 
 
 @contextmanager

@@ -110,7 +110,9 @@ fn main() -> Result<()> {
     println!("hot replace of \"poet\": slot {}, generation {}", loaded.slot, loaded.generation);
     show(&weights, "while the batch runs");
 
-    held.into_iter().for_each(|held| weights.release_slot(held));
+    for held in held {
+        weights.release_slot(held);
+    }
     weights.set_active("poet")?;
     weights.unload("sql", false)?;
     weights.check_integrity()?;

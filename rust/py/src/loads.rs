@@ -1,4 +1,5 @@
 //! `LoraWeights`: what changes slots.
+#![allow(clippy::too_many_arguments, reason = "keyword arguments: what a load may be given")]
 
 use hotslot_core::adapter::LoraAdapterInput;
 use hotslot_core::config::PeftAdapterConfig as Config;

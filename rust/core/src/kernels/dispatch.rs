@@ -115,7 +115,13 @@ pub(super) unsafe fn apply(member: &Member, plan: &Plan, tokens_per_row: usize, 
 ///
 /// # Safety
 /// As [`super::shrink_group`]; the members were resolved with this plan and these tokens per row, their buffers have room for h.
-pub(super) unsafe fn shrink_group(members: &mut [(Member, Buffer)], plan: &Plan, tokens_per_row: usize, x: Input, exec: Exec) {
+pub(super) unsafe fn shrink_group(
+    members: &mut [(Member, Buffer)],
+    plan: &Plan,
+    tokens_per_row: usize,
+    x: Input,
+    exec: Exec,
+) {
     let kernels = exec.isa.kernels();
     let work = members.iter().map(|(member, _)| member.work).sum();
     let members = &*members;
@@ -126,7 +132,8 @@ pub(super) unsafe fn shrink_group(members: &mut [(Member, Buffer)], plan: &Plan,
                 if span.width == 0 {
                     continue;
                 }
-                let later = members[index + 1..].iter().find_map(|(other, _)| other.parts_of(&other.spans[segment]).first());
+                let later =
+                    members[index + 1..].iter().find_map(|(other, _)| other.parts_of(&other.spans[segment]).first());
                 let next = later.or_else(|| members[0].0.part_after(segment));
                 let next = next.map_or(std::ptr::null(), |part| part.a);
                 let block = Block { tokens: block.tokens, rows: block.rows };

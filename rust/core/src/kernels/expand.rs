@@ -8,9 +8,9 @@
     reason = "every function has the one contract of `Lanes`: the instruction set is there, the pointers are valid"
 )]
 
+use super::ActDtype;
 use super::lanes::{Bf16, Elem, F16, LANES, Lanes, Weight};
 use super::work::{Buffer, ExpandJob};
-use super::ActDtype;
 use super::{AHEAD, prefetch};
 use crate::layout::{Dtype, padded};
 
@@ -34,10 +34,7 @@ pub(super) unsafe fn expand<I: Lanes, const VECTORS: usize>(job: &ExpandJob, pan
 }
 
 #[inline(always)]
-unsafe fn expand_block<I: Lanes, W: Weight, O: Elem, const VECTORS: usize>(
-    job: &ExpandJob,
-    buffer: &mut Buffer,
-) {
+unsafe fn expand_block<I: Lanes, W: Weight, O: Elem, const VECTORS: usize>(job: &ExpandJob, buffer: &mut Buffer) {
     if job.tokens.len() == 1 {
         match job.member.parts_of(&job.span) {
             [part] if padded(part.rank) * size_of::<W>() == 16 => expand_one::<I, W, O, 16>(job),
@@ -236,7 +233,11 @@ unsafe fn expand_tokens<I: Lanes, O: Elem, const T: usize, const VECTORS: usize>
 
 /// T tokens times V vectors of columns.
 #[inline(always)]
-unsafe fn expand_tile<I: Lanes, const T: usize, const V: usize>(h: *const f32, panel: *const f32, width: usize) -> [[I::V; V]; T] {
+unsafe fn expand_tile<I: Lanes, const T: usize, const V: usize>(
+    h: *const f32,
+    panel: *const f32,
+    width: usize,
+) -> [[I::V; V]; T] {
     let mut sums = [[I::zero(); V]; T];
     for i in 0..width {
         let mut b = [I::zero(); V];

@@ -96,10 +96,7 @@ impl Lanes for Scalar {
 
     #[inline(always)]
     unsafe fn split_bf16(v: Self::V) -> (Self::V, Self::V) {
-        (
-            v.map(|lane| f32::from_bits(lane.to_bits() << 16)),
-            v.map(|lane| f32::from_bits(lane.to_bits() & 0xffff_0000)),
-        )
+        (v.map(|lane| f32::from_bits(lane.to_bits() << 16)), v.map(|lane| f32::from_bits(lane.to_bits() & 0xffff_0000)))
     }
 
     #[inline(always)]

@@ -37,7 +37,10 @@ pub(super) unsafe fn shrink<I: Lanes, const TOKENS: usize, const ROWS: usize>(jo
 }
 
 #[inline(always)]
-unsafe fn shrink_block<I: Lanes, W: Weight, const TOKENS: usize, const ROWS: usize>(job: &ShrinkJob, buffer: &mut Buffer) {
+unsafe fn shrink_block<I: Lanes, W: Weight, const TOKENS: usize, const ROWS: usize>(
+    job: &ShrinkJob,
+    buffer: &mut Buffer,
+) {
     let mut first = 0;
     while first < job.block.tokens.len() {
         let count = (job.block.tokens.len() - first).min(TOKENS);

@@ -94,18 +94,12 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     unsafe fn load_bf16(p: *const Bf16) -> Self::V {
-        [
-            widen_bf16x8(_mm_loadu_si128(p.cast())),
-            widen_bf16x8(_mm_loadu_si128(p.add(8).cast())),
-        ]
+        [widen_bf16x8(_mm_loadu_si128(p.cast())), widen_bf16x8(_mm_loadu_si128(p.add(8).cast()))]
     }
 
     #[inline(always)]
     unsafe fn load_f16(p: *const F16) -> Self::V {
-        [
-            _mm256_cvtph_ps(_mm_loadu_si128(p.cast())),
-            _mm256_cvtph_ps(_mm_loadu_si128(p.add(8).cast())),
-        ]
+        [_mm256_cvtph_ps(_mm_loadu_si128(p.cast())), _mm256_cvtph_ps(_mm_loadu_si128(p.add(8).cast()))]
     }
 
     #[inline(always)]
@@ -136,7 +130,10 @@ impl Lanes for Avx2 {
         let sums = _mm256_add_ps(pairs, _mm256_movehdup_ps(pairs));
         let (ac, bd) = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
         let mut out = [0.0; 4];
-        _mm_storeu_ps(out.as_mut_ptr(), _mm_unpacklo_ps(_mm_shuffle_ps(ac, ac, 0b10_00_10_00), _mm_shuffle_ps(bd, bd, 0b10_00_10_00)));
+        _mm_storeu_ps(
+            out.as_mut_ptr(),
+            _mm_unpacklo_ps(_mm_shuffle_ps(ac, ac, 0b10_00_10_00), _mm_shuffle_ps(bd, bd, 0b10_00_10_00)),
+        );
         out
     }
 
@@ -259,7 +256,8 @@ impl Lanes for Avx512 {
         let ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0b01_00_01_00), _mm512_shuffle_f32x4(a, b, 0b11_10_11_10));
         let cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0b01_00_01_00), _mm512_shuffle_f32x4(c, d, 0b11_10_11_10));
         // One quarter each for a, b, c and d.
-        let quads = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0b10_00_10_00), _mm512_shuffle_f32x4(ab, cd, 0b11_01_11_01));
+        let quads =
+            _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0b10_00_10_00), _mm512_shuffle_f32x4(ab, cd, 0b11_01_11_01));
         let pairs = _mm512_add_ps(quads, _mm512_permute_ps(quads, 0b11_10_11_10));
         let sums = _mm512_add_ps(pairs, _mm512_movehdup_ps(pairs));
         let firsts = _mm512_maskz_compress_ps(0x1111, sums);
@@ -275,11 +273,7 @@ impl Lanes for Avx512 {
         // Quarter i of register g is row 4 g + i.
         let mut rows = [_mm512_setzero_si512(); 4];
         for g in 0..4 {
-            rows[g] = if PACKED {
-                _mm512_loadu_si512(p.add(64 * g).cast())
-            } else {
-                four_rows(p, stride, 4 * g, last)
-            };
+            rows[g] = if PACKED { _mm512_loadu_si512(p.add(64 * g).cast()) } else { four_rows(p, stride, 4 * g, last) };
         }
         // Quarter w of register g is word w of rows 4 g to 4 g + 3.
         let index = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -294,11 +288,7 @@ impl Lanes for Avx512 {
         // Half i of register g is row 2 g + i.
         let mut rows = [_mm512_setzero_si512(); 8];
         for g in 0..8 {
-            rows[g] = if PACKED {
-                _mm512_loadu_si512(p.add(64 * g).cast())
-            } else {
-                two_rows(p, stride, 2 * g, last)
-            };
+            rows[g] = if PACKED { _mm512_loadu_si512(p.add(64 * g).cast()) } else { two_rows(p, stride, 2 * g, last) };
         }
         // Quarter w of register g is word w, or w + 4, of rows 4 g to 4 g + 3.
         let low = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
