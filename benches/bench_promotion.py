@@ -3,8 +3,9 @@
     python benches/bench_promotion.py            a minute or two; BENCH=quick for a smoke run
 
 Part 1, promotion from the page cache with a known digest, as a ratio to a memcpy of equal bytes; both over destinations that
-take turns, in interleaved rounds. Part 2, decode steps of a routed row on one torch thread, in blocks that take turns: quiet, beside a
-thread that promotes back to back, and beside one that only copies as many bytes at the same rate. Part 3, acquire and release from Python.
+take turns, in interleaved rounds. Part 2, decode steps of a routed row on one torch thread, in blocks that take turns: quiet,
+beside a thread that promotes back to back, and beside one that only copies as many bytes at the same rate. Part 3, acquire and
+release from Python.
 """
 
 from __future__ import annotations

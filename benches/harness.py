@@ -136,18 +136,6 @@ def source(adapter: Adapter, rank: int) -> tuple[dict[str, torch.Tensor], hotslo
     return tensors, hotslot.PeftAdapterConfig(r=rank, lora_alpha=2 * rank)
 
 
-def write(folder: Path, adapter: Adapter, rank: int, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """An adapter as a PEFT folder."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {key: tensor.to(dtype).contiguous() for key, tensor in source(adapter, rank)[0].items()}
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": SEVEN, "bias": "none", "lora_dropout": 0.0}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 def adapter_bytes(model: torch.nn.Module, rank: int, element: int = 2) -> int:
     """Bytes of A and B of one adapter as the pool stores them (rank rounded up to 8 in B's rows)."""
     padded = -(-rank // 8) * 8
@@ -209,22 +197,6 @@ class Peft:
         """One active adapter for the whole batch, without names."""
         self.model.set_adapter("a0")
         return lambda **inputs: self.model(**inputs)
-
-
-class Polylora:
-    """polylora 0.1.1 without its Triton kernels (they need a GPU)."""
-
-    def __init__(self, base: torch.nn.Module, peft: Peft, count: int, rank: int) -> None:
-        from polylora import PolyLoraConfig, PolyLoraModel
-
-        config = PolyLoraConfig(max_gpu_adapters=count, max_rank=rank, target_modules=SEVEN, use_triton_kernels=False)
-        self.model = PolyLoraModel(same_weights(base), config).eval()
-        for index in range(count):
-            self.model.add_adapter_from_peft_model(f"a{index}", peft.model, f"a{index}")
-
-    def step(self, rows: Sequence[int]) -> Step:
-        names = [f"a{row}" for row in rows]
-        return lambda **inputs: self.model(adapter_ids=names, **inputs)
 
 
 class Torch:
@@ -411,6 +383,7 @@ def tell(title: str, timings: dict[str, Timing]) -> None:
     print(f"\n{title}")
     for name, t in timings.items():
         print(
-            f"  {name:24s} {t.median * 1e3:8.2f} ms  [{t.low * 1e3:.2f}, {t.high * 1e3:.2f}]  x {t.ratio:.3f}  added {t.added * 1e3:+.2f} ms",
+            f"  {name:24s} {t.median * 1e3:8.2f} ms  [{t.low * 1e3:.2f}, {t.high * 1e3:.2f}]"
+            f"  x {t.ratio:.3f}  added {t.added * 1e3:+.2f} ms",
             flush=True,
         )
