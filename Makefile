@@ -81,6 +81,17 @@ bench: $(STAMPS)/wheel $(STAMPS)/test ## Measure: criterion benches of the core,
 	cargo bench -p hotslot-core
 	for script in benches/bench_*.py; do echo "== $$script"; $(PY) "$$script"; done
 
+.PHONY: tsan
+tsan: $(STAMPS)/tools ## Run the threaded life-cycle tests under ThreadSanitizer (x86-64 Linux)
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
+		TSAN_OPTIONS="suppressions=$(CURDIR)/rust/core/tests/tsan.supp" \
+		cargo test -p hotslot-core --target x86_64-unknown-linux-gnu --test replace --test life_cycle
+
+.PHONY: soak
+soak: $(STAMPS)/wheel $(STAMPS)/test ## Run the state machines and the storm for longer (some minutes)
+	PROPTEST_CASES=3000 cargo test -p hotslot-core --release --test state_machine
+	HYPOTHESIS_PROFILE=soak $(PY) -m pytest tests/test_life_cycle_machine.py tests/test_life_cycle.py -k "machine or storm or sequence"
+
 .PHONY: adapters
 adapters: $(STAMPS)/wheel $(STAMPS)/test ## Train the demo's four adapters again (ten minutes)
 	$(PY) examples/train_adapters.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -235,7 +236,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 SlotMachine.TestCase.settings = settings(
     # Shrinking a sequence of loads takes minutes; a failing one is short enough to read.
-    max_examples=25,
+    max_examples=1000 if os.environ.get("HYPOTHESIS_PROFILE") == "soak" else 25,
     stateful_step_count=40,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
