@@ -415,6 +415,17 @@ def test_gradients_flow_through_an_adapter_to_the_input(lora, model: torch.nn.Mo
         assert_close_to_range(ours.grad[row], theirs.grad[0], 1e-4)
 
 
+def test_base_rows_keep_their_bits_under_autograd_down_to_the_sign_of_zero(lora, model: torch.nn.Module) -> None:
+    layer = model.model.layers[0].mlp.up_proj
+    x = torch.zeros(2, layer.in_features, requires_grad=True)
+    with torch.no_grad():
+        layer.weight.copy_(-layer.weight.abs())
+    base = torch.nn.functional.linear(x, layer.weight)
+    with lora.route(["a", hotslot.BASE]):
+        found = layer(x)
+    assert found.requires_grad and torch.equal(torch.signbit(found[1]), torch.signbit(base[1]))
+
+
 @pytest.mark.parametrize("is_before", [True, False])
 def test_another_forward_hook_keeps_what_it_saw(is_before: bool, lora, model: torch.nn.Module, folders: dict[str, Path]) -> None:
     """A hook that ran before ours saw the base layer's output, one after ours the adapters' too; neither sees it change."""

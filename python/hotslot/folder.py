@@ -20,7 +20,7 @@ CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 _PICKLE_NAME: Final = "adapter_model.bin"
 _ADDED_TOKENS: Final = "added_tokens.json"
-_MEMORY: Final = "adapter in memory"
+_MEMORY: Final = "in memory"
 _CONVERT: Final = (
     'python -c "import torch; from safetensors.torch import save_file; save_file({k: v.contiguous() for k, v in '
     "torch.load('adapter_model.bin', map_location='cpu', weights_only=True).items()}, 'adapter_model.safetensors')\""
@@ -32,7 +32,7 @@ class Adapter:
     """A config and tensors that were described but not read; nothing was compared with a model yet.
 
     Attributes:
-        where: The folder in quotes, or "adapter in memory"; for messages.
+        where: The folder in quotes, or "in memory"; for messages.
         config: The settings.
         tensors: The tensors by name.
         added_tokens: The token ids of `added_tokens.json`, by token.

@@ -41,7 +41,11 @@ def compiled_apply(out: torch.Tensor, x: torch.Tensor, uid: int) -> torch.Tensor
 def differentiable_apply(out: torch.Tensor, x: torch.Tensor, site: SiteHook, route: Route) -> torch.Tensor:
     """`out` plus the adapters' part, out of place, with gradients for `x` and `out` (the adapters get none)."""
     delta = lora_delta(x.reshape(-1, site.in_features), site.lora.weights, site.index, route)
-    return (out.float() + delta.view(out.shape)).to(out.dtype)
+    rows, flat = route.plan.entries(), out.reshape(-1, site.out_features)
+    touched = torch.tensor([token for token in range(len(flat)) if rows[token * len(rows) // len(flat)]])
+    # Only rows with an adapter: adding even zero would turn a base row's -0.0 into 0.0.
+    changed = (flat[touched].float() + delta[touched]).to(out.dtype)
+    return flat.index_copy(0, touched, changed).view(out.shape)
 
 
 def _run(out: torch.Tensor, x: torch.Tensor, uid: int) -> torch.Tensor:
