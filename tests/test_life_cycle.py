@@ -429,3 +429,31 @@ def test_a_model_without_adapters_answers_with_the_defaults() -> None:
     ):
         with pytest.raises(hotslot.HotslotError):
             call()
+
+
+def test_a_replace_never_joins_a_load_of_other_files_in_the_same_folder(lora, model, folders, tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders["b"], folder)
+    lora.load(folder, "x")
+    open_source, reading, go_on = lora._reader.open, threading.Event(), threading.Event()
+
+    def slow(source, files):
+        prepared = open_source(source, files)
+        reading.set()
+        go_on.wait(10)
+        return prepared
+
+    monkeypatch.setattr(lora._reader, "open", slow)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(lora.replace, "x", folder)
+        assert reading.wait(10)
+        folder.rename(tmp_path / "old")
+        shutil.copytree(folders["c"], folder)
+        second = threads.submit(lora.replace, "x", folder)
+        time.sleep(0.1)
+        go_on.set()
+        first.result(20)
+        second.result(20)
+    ids = prompts(1)
+    with lora.route(["x"]):
+        assert torch.allclose(logits(model, ids), logits(peft_alone(tiny_model(), folders["c"]), ids), atol=1e-5)

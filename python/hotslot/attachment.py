@@ -1,4 +1,4 @@
-"""What `attach` puts onto a model, and `detach` takes off again: hooks and two instance attributes, nothing else."""
+"""What `attach` puts onto a model, and `detach` takes off again: a hook for each site and three instance attributes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import DeviceError, PoolError
-from .hooks import CallEnd, CallGate, SiteHook, generating, remove_inert
+from .hooks import CallGate, SiteHook, batch_rows, generating, remove_inert
 from .ops import register_site
+from .routing import current_route
 from .sites import ModelSite, is_tower
 
 if TYPE_CHECKING:
     from .model import AttachedModel
 
 _UIDS = itertools.count()
-_OWN_ATTRIBUTES = ("generate", "__deepcopy__")
+_OWN_ATTRIBUTES = ("forward", "generate", "__deepcopy__")
 
 
 def check_attachable(model: torch.nn.Module, sites: Sequence[ModelSite]) -> None:
@@ -55,18 +56,18 @@ class Attachment:
         self.hooks: list[SiteHook] = []
         """The hook of each site, in the pool's order; also what keeps them findable from compiled graphs."""
         self._handles: list[Any] = []
-        gate = model.register_forward_pre_hook(CallGate(lora), with_kwargs=True)
-        end = model.register_forward_hook(CallEnd(lora), with_kwargs=True, always_call=True)
-        self._handles += [gate, end]
         for index, found in enumerate(sites):
             hook = SiteHook(lora, found, index, lora.weights.site_kernel(index), next(_UIDS), is_tower(found.site.path))
             register_site(hook.uid, hook)
             self.hooks.append(hook)
             self._handles.append(found.module.register_forward_hook(hook, with_kwargs=True))
+        # What somebody put into the instance before comes back on detach.
+        self._before = {name: model.__dict__[name] for name in _OWN_ATTRIBUTES if name in model.__dict__}
         generate = getattr(model, "generate", None)
         if callable(generate):
             model.__dict__["generate"] = _Generate(lora, generate)
-        model.__dict__["__deepcopy__"] = functools.partial(_copy_unattached, model)
+        model.__dict__["__deepcopy__"] = functools.partial(_copy_unattached, model, self._before)
+        model.__dict__["forward"] = CallGate(lora, model.forward)
 
     def remove(self) -> None:
         """Leave the model as it was before."""
@@ -75,6 +76,7 @@ class Attachment:
         self._handles.clear()
         for name in _OWN_ATTRIBUTES:
             self._model.__dict__.pop(name, None)
+        self._model.__dict__.update(self._before)
         self.hooks.clear()
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
@@ -89,24 +91,25 @@ class _Generate:
         self._generate = generate
 
     def __call__(self, *args: Any, adapter_names: Sequence[Any] | None = None, **kwargs: Any) -> Any:
+        """What `generate` returns; the prompts must have the route's rows, whatever beams make of them later."""
+        if adapter_names is None:
+            return self._checked(args, kwargs)
+        with self._lora.route(adapter_names):
+            return self._checked(args, kwargs)
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        route, rows = current_route(self._lora), batch_rows(args, kwargs)
+        if route is not None and not route.per_token and rows is not None:
+            route.check_batch(rows, may_multiply=False)
         with generating():
-            if adapter_names is None:
-                return self._generate(*args, **kwargs)
-            with self._lora.route(adapter_names):
-                return self._generate(*args, **kwargs)
+            return self._generate(*args, **kwargs)
 
 
-def _copy_unattached(model: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+def _copy_unattached(model: torch.nn.Module, before: dict[str, Any], memo: dict[int, Any]) -> torch.nn.Module:
     """A deepcopy of an attached model: an unattached one."""
-    own = getattr(type(model), "__deepcopy__", None)
-    if own is not None:
-        twin: torch.nn.Module = own(model, memo)
-        for name in _OWN_ATTRIBUTES:
-            twin.__dict__.pop(name, None)
-    else:
-        twin = type(model).__new__(type(model))
-        memo[id(model)] = twin
-        state = {name: value for name, value in model.__dict__.items() if name not in _OWN_ATTRIBUTES}
-        twin.__setstate__(copy.deepcopy(state, memo))
+    twin = type(model).__new__(type(model))
+    memo[id(model)] = twin
+    state = {name: value for name, value in model.__dict__.items() if name not in _OWN_ATTRIBUTES}
+    twin.__setstate__(copy.deepcopy({**state, **before}, memo))
     remove_inert(twin)
     return twin

@@ -6,14 +6,17 @@ that the route names. Nothing of a hook survives `detach`, a deepcopy or a pickl
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.jit._trace import is_tracing
 
 from .errors import DeviceError, RouteError
 from .ops import DTYPE_CODES, compiled_apply, differentiable_apply
@@ -29,11 +32,10 @@ _BATCH_KEYS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_input
 
 
 class _Call(NamedTuple):
-    """One call of an attached model that is under way in this context."""
+    """The call of an attached model that is under way in this context."""
 
     lora: AttachedModel
-    outer: _Call | None
-    route: Route | None  # the route that `adapter_names=` opened for this call
+    rows: int | None  # of its batch, None where it could not be told
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("hotslot_call", default=None)
@@ -72,11 +74,11 @@ class SiteHook(_Hook):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> Any:
         """The layer's output with the adapters' part, or None where it was changed in place or not at all."""
-        if is_compiling():
+        if is_compiling() or is_tracing():
             return compiled_apply(out, args[0] if args else next(iter(kwargs.values())), self.uid)
         # Most calls end in one of the next three lines; each look-up here is paid at every layer of every step.
         route = CURRENT.get()
-        if route is not None and route.lora is not self.lora:
+        if route is not None and (route.lora is not self.lora or not route._entered):
             route = current_route(self.lora)
         if route is None or route.plan.is_base:
             return None
@@ -94,7 +96,8 @@ class SiteHook(_Hook):
             DeviceError: A tensor is not on the pool's device, or its dtype has no kernel.
         """
         self.check(x, out, route)
-        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or out.requires_grad)
+        if needs_grad or forward_ad._current_level >= 0:
             return differentiable_apply(out, x, self, route)
         if x.dtype is not out.dtype:
             x = x.to(out.dtype)
@@ -116,6 +119,7 @@ class SiteHook(_Hook):
 
     def check(self, x: torch.Tensor, out: torch.Tensor, route: Route) -> None:
         """Refuse tensors that do not fit the route or the pool, before any compute."""
+        self.lora._process.check()
         if not x.is_cpu:
             raise DeviceError(
                 f"{self.path} runs on {x.device} but its pool is on cpu: it was moved after attach; detach, move, attach again",
@@ -138,90 +142,82 @@ class SiteHook(_Hook):
                 rows=rows,
             )
         call = _CALL.get()
-        if (call is None or call.lora is not self.lora) and not route.per_token:
-            # No gate saw this call (a submodule was called, or a compiled graph runs): the batch is the first dimension.
-            batch = x.shape[0] if x.dim() > 1 else 1
-            multiple = _GENERATING.get() or (x.dim() == 2 and is_compiling())
-            if batch != rows and not (multiple and batch % rows == 0):
-                raise RouteError(
-                    f"{self.path} was called with {batch} rows but the route has {rows}; route one entry per row", rows=rows
-                )
-
-
-class CallGate(_Hook):
-    """The hook before a model's own call: checks the rows, and opens the route of `adapter_names=`."""
-
-    def __init__(self, lora: AttachedModel) -> None:
-        self.lora = lora
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call's arguments without `adapter_names`."""
-        if is_compiling():
-            return None
-        self.lora._check_process()
-        names = kwargs.pop("adapter_names", None) if "adapter_names" in kwargs else None
-        outer = _drop_stale(self.lora)
-        if names is not None:
-            route = self.lora.route(check_rows(names))
-            route.__enter__()
-            _CALL.set(_Call(self.lora, outer, route))
-        else:
-            _CALL.set(_Call(self.lora, outer, None))
-        current = current_route(self.lora)
-        if current is None:
-            if self.lora.unrouted == "error":
-                raise RouteError(
-                    f"{type(module).__name__} was called outside any route and unrouted='error' was set; enter route(rows) first"
-                )
-        elif not current.per_token:
-            rows = batch_rows(args, kwargs)
-            is_multiple = rows is not None and _GENERATING.get() and rows % current.num_rows == 0
-            if rows is not None and rows != current.num_rows and not is_multiple:
-                raise RouteError(
-                    f"the batch has {rows} rows but the route has {current.num_rows}; route one entry per row of the batch",
-                    rows=current.num_rows,
-                    found=rows,
-                )
-        return args, kwargs
-
-
-class CallEnd(_Hook):
-    """The hook after a model's own call, run on errors too: closes what the gate opened."""
-
-    def __init__(self, lora: AttachedModel) -> None:
-        self.lora = lora
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Nothing: the output stays."""
-        if is_compiling():
+        seen = call.rows if call is not None and call.lora is self.lora else None
+        if route.per_token or (route.plan.is_uniform and seen is not None):
             return
-        call = _CALL.get()
-        if call is not None and call.lora is self.lora:
-            _CALL.set(call.outer)
-            if call.route is not None:
-                call.route.__exit__()
+        batch = x.shape[0] if x.dim() > 1 else 1
+        if seen is None:
+            # No gate saw this batch (a part of the model was called, or a compiled graph runs): it is the first dimension.
+            route.check_batch(batch, may_multiply=_GENERATING.get() > 0, where=self.path)
+        elif x.dim() > 2 and batch != seen:
+            raise RouteError(
+                f"{self.path} was called with an input of shape {list(x.shape)} for a batch of {seen} rows, so its tokens "
+                "cannot be told apart by row; expected the batch first: call it batch first, or give all rows the same adapter",
+                rows=rows,
+            )
 
 
-def _drop_stale(lora: AttachedModel) -> _Call | None:
-    """The calls under way without one of `lora`: a KeyboardInterrupt skips the hook that ends a call."""
-    call = _CALL.get()
-    while call is not None and call.lora is lora:
-        if call.route is not None:
-            call.route.__exit__()
-        call = call.outer
-    return call
+class CallGate:
+    """A model's own `forward` while it is attached: checks the rows first, and opens the route of `adapter_names=`.
+
+    Not a pair of hooks: the second of a pair is skipped by a KeyboardInterrupt, and the route would stay open.
+    """
+
+    def __init__(self, lora: AttachedModel, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._lora = lora
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns.
+
+        Raises:
+            RouteError: The batch has other rows than the route, or there is no route and `unrouted="error"`.
+            DeviceError: This is a forked child.
+        """
+        if is_compiling():
+            return self.forward(*args, **kwargs)
+        self._lora._process.check()
+        names = kwargs.pop("adapter_names", None)
+        if names is None:
+            return self._run(args, kwargs)
+        with self._lora.route(check_rows(names)):
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        route = current_route(self._lora)
+        if route is None and self._lora.unrouted == "error":
+            raise RouteError(f"{self._lora!r} was called outside any route and unrouted='error' was set; enter route(rows) first")
+        rows = batch_rows(args, kwargs)
+        if route is not None and not route.per_token and rows is not None:
+            route.check_batch(rows, may_multiply=_GENERATING.get() > 0)
+        token = _CALL.set(_Call(self._lora, rows))
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            _CALL.reset(token)
 
 
 def batch_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """The batch size of a model call: the first dimension of its inputs; None where it has no tensor."""
-    for key in _BATCH_KEYS:
-        value = kwargs.get(key)
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return int(value.shape[0])
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return int(value.shape[0])
+    """The batch size of a model call: the first dimension of its first tensor; None where it has no tensor."""
+    named = (kwargs.get(key) for key in _BATCH_KEYS)
+    for value in (*named, *args, *kwargs.values()):
+        tensor = _first_tensor(value)
+        if tensor is not None and tensor.dim() > 0:
+            # One vector of activations is one row; a vector of ids has a row each.
+            return 1 if tensor.dim() == 1 and tensor.is_floating_point() else int(tensor.shape[0])
     return None
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    """The first tensor in a value or in the containers that it is made of."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return None
+    return next((found for found in map(_first_tensor, value) if found is not None), None)
 
 
 @contextmanager
@@ -237,22 +233,28 @@ def generating() -> Iterator[None]:
 def remove_inert(model: torch.nn.Module) -> None:
     """Take out what the hooks of an attached model became in a copy of it."""
     for module in model.modules():
-        for table in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in table.items() if isinstance(hook, _Inert)]:
-                del table[key]
-                for flags in (
-                    module._forward_hooks_with_kwargs,
-                    module._forward_hooks_always_called,
-                    module._forward_pre_hooks_with_kwargs,
-                ):
-                    flags.pop(key, None)
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Inert)]:
+            del hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
+
+
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class Process:
     """The process that made a pool; a forked child must not use it."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self._forks = _forks
 
     def check(self) -> None:
         """Refuse a forked child.
@@ -260,9 +262,9 @@ class Process:
         Raises:
             DeviceError: The pool was made by another process.
         """
-        if os.getpid() != self._pid:
+        if self._forks != _forks:
             raise DeviceError(
-                f"this pool was made by process {self._pid} and this is its forked child {os.getpid()}; "
-                "attach in the child, or start it with the spawn method",
+                f"process {os.getpid()} is a forked child of the one that made this pool; attach in the child, or start it by "
+                "spawning",
                 call="fork",
             )

@@ -360,9 +360,6 @@ class AttachedModel(ModelAdapters):
         with self._live_mutex:
             self._live -= 1
 
-    def _check_process(self) -> None:
-        self._process.check()
-
     # --- loading, inside -------------------------------------------------------------------------------------------------
 
     def _load_startup(self, slot: int, name: str, source: Source) -> None:
@@ -446,5 +443,6 @@ class AttachedModel(ModelAdapters):
         )
 
     def _check_open(self) -> None:
+        self._process.check()
         if self._closed:
             raise ClosedError(f"the pool of {self._model_name} was detached; attach the model again")

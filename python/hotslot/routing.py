@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from ._core import Plan
@@ -124,6 +124,10 @@ class Route:
 
     Entering resolves every selector and acquires each distinct slot once, or raises and holds nothing. A route may be entered
     again after it was left (names are then resolved anew), never twice at once.
+
+    Routes are left in the reverse order in which they were entered. A generator that stays suspended inside a route keeps it
+    current for its caller too: enter the route around each step instead. Whatever still runs under a route that was left (a task
+    that outlives it, the backward of a checkpointed model) gets a `RouteError` where it can be told, so keep such work inside.
     """
 
     def __init__(self, lora: AttachedModel, selectors: Sequence[Any], *, per_token: bool) -> None:
@@ -136,7 +140,6 @@ class Route:
         """The slot of each row (-1 for base; the first of a weighted row), filled while entered."""
         self._selectors = list(selectors)
         self._held: list[int] = []
-        self._token: Token[Route | None] | None = None
         self._entered = False
 
     @property
@@ -147,22 +150,55 @@ class Route:
     def __enter__(self) -> Route:
         self._acquire()
         self.outer = CURRENT.get()
-        self._token = CURRENT.set(self)
+        CURRENT.set(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        token, self._token = self._token, None
-        try:
-            if token is not None:
-                CURRENT.reset(token)
-        finally:
-            self._release()
+        was_innermost = self._uncover()
+        self._release()
+        if not was_innermost and not any(exc):
+            raise RouteError(
+                f"{self!r} was left while another route is current: leave routes in reverse order, and enter one around each "
+                "step of a generator rather than around its yields"
+            )
+
+    def _uncover(self) -> bool:
+        """Make the route outside this one current; False if this one was not the innermost of the context."""
+        current = CURRENT.get()
+        if current is self:
+            CURRENT.set(self.outer)
+            return True
+        # Another route covers this one: take this one out from under it, so that it cannot come back when that is left.
+        while current is not None and current.outer is not self:
+            current = current.outer
+        if current is not None:
+            current.outer = self.outer
+        return False
 
     async def __aenter__(self) -> Route:
         return self.__enter__()
 
     async def __aexit__(self, *exc: object) -> None:
         self.__exit__(*exc)
+
+    def check_batch(self, batch: int, *, may_multiply: bool, where: str | None = None) -> None:
+        """Refuse a batch that has other rows than the route.
+
+        Args:
+            batch: Its rows.
+            may_multiply: Whether it may have a multiple (beams and returned sequences, inside `generate`).
+            where: The layer that was called, if not the model itself.
+
+        Raises:
+            RouteError: The rows differ.
+        """
+        if batch != self.num_rows and not (may_multiply and batch % self.num_rows == 0):
+            what = "the batch has" if where is None else f"{where} was called with"
+            raise RouteError(
+                f"{what} {batch} rows but the route has {self.num_rows}; route one entry per row of the batch",
+                rows=self.num_rows,
+                found=batch,
+            )
 
     def bind(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """`function` under this route in whatever thread calls it, while the route is entered.
@@ -175,13 +211,17 @@ class Route:
 
         @functools.wraps(function)
         def bound(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if not self._entered:
-                raise RouteError(f"{self!r} was left before its bound function ran; keep it entered until the work is done")
+            # References of its own: the route may be left in its own thread in the middle of a kernel here.
+            held = [slot for slot in self._held if self.lora.weights.acquire_slot(slot) >= 0]
             token = CURRENT.set(self)
             try:
+                if not self._entered:
+                    raise RouteError(f"{self!r} was left before its bound function ran; keep it entered until the work is done")
                 return function(*args, **kwargs)
             finally:
                 CURRENT.reset(token)
+                for slot in held:
+                    self.lora._release(slot)
 
         return bound
 
@@ -266,20 +306,24 @@ class StaticRoute(Route):
         if not self._entered:
             raise RouteError("a static route has no rows yet; call set(rows) before entering it")
         self.outer = CURRENT.get()
-        self._token = CURRENT.set(self)
+        CURRENT.set(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        token, self._token = self._token, None
-        if token is not None:
-            CURRENT.reset(token)
+        self._uncover()
 
 
 def current_route(lora: AttachedModel) -> Route | None:
-    """The innermost route of this context that belongs to `lora`."""
+    """The innermost route of this context that belongs to `lora`.
+
+    Raises:
+        RouteError: That route was left, and its slots may hold something else: this context was copied inside it.
+    """
     route = CURRENT.get()
     while route is not None and route.lora is not lora:
         route = route.outer
+    if route is not None and not route.entered:
+        raise RouteError(f"{route!r} was left, and this task or thread still runs under it; keep it entered until the work is done")
     return route
 
 

@@ -130,8 +130,13 @@ def opened(source: Source) -> Iterator[Adapter]:
 
 
 def key_of(source: Source) -> Hashable:
-    """What makes two sources the same while they load: the folder, or the very tensors."""
-    return os.path.abspath(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else id(source)
+    """What makes two sources the same while they load: a folder and the files in it now.
+
+    Tensors in memory are never the same: they may change between two calls.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return os.path.abspath(os.fspath(source)), identity_of(source)
+    return object()
 
 
 def wanted_sites(sources: Iterable[Source], model: torch.nn.Module) -> list[str]:
