@@ -722,6 +722,7 @@ def test_a_trace_made_in_a_route_holds_the_adapters() -> None:
     lora.detach()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
 def test_forward_mode_derivatives_hold_the_adapters() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     lora = hotslot.attach(model, max_loras=1, max_rank=2)
