@@ -18,46 +18,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hotslot
 
 QUICK = os.environ.get("BENCH") == "quick"
 ROUNDS, STEPS, BLOCK = (3, 30, 10) if QUICK else (15, 500, 50)
-LAYERS = 2 if QUICK else 8
-SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def model_160m() -> torch.nn.Module:
-    """A Llama of 160M parameters with random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=64,
-    )
-    return LlamaForCausalLM(config).eval()
+SHAPE = "tiny" if QUICK else "llama-160m"
 
 
 def write_adapter(model: torch.nn.Module, folder: Path, rank: int, seed: int) -> Path:
-    """A BF16 adapter of all seven modules."""
-    torch.manual_seed(seed)
-    tensors = {}
-    for path, module in model.named_modules():
-        if path.rpartition(".")[2] in SEVEN:
-            stem = f"base_model.model.{path}.lora_"
-            tensors[stem + "A.weight"] = (torch.randn(rank, module.in_features) * 0.01).bfloat16()
-            tensors[stem + "B.weight"] = (torch.randn(module.out_features, rank) * 0.01).bfloat16()
+    """A BF16 adapter of all seven modules, as a folder."""
+    tensors, config = harness.source(harness.new_adapter(model, rank, seed), rank)
     folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": {rank}, "lora_alpha": {rank}}}')
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": {config.r}, "lora_alpha": {config.lora_alpha}}}')
     return folder
 
 
@@ -122,8 +100,8 @@ def pace_of_other_rows(model: torch.nn.Module, root: Path) -> None:
             due += seconds_per_promotion[0]
             time.sleep(max(0.0, due - time.perf_counter()))
 
-    ids = torch.randint(3, 31000, (1, 64))
-    token = torch.randint(3, 31000, (1, 1))
+    ids = torch.randint(3, model.config.vocab_size, (1, 64))
+    token = torch.randint(3, model.config.vocab_size, (1, 1))
     beside: dict[str, Callable[[], None] | None] = {"quiet": None, "promotions": promote, "memcpy": copy}
     steps: dict[str, list[float]] = {name: [] for name in beside}
     total = 0
@@ -170,7 +148,7 @@ def acquire_and_release(model: torch.nn.Module, root: Path) -> None:
 
 def main() -> None:
     """All parts."""
-    model = model_160m()
+    model = harness.new_model(SHAPE)
     with tempfile.TemporaryDirectory() as root:
         for rank in (16, 128) if QUICK else (16, 64, 128, 256):
             promotion_against_memcpy(model, Path(root), rank)

@@ -100,8 +100,8 @@ class SlotMachine(RuleBasedStateMachine):
             slot, old = self.where[name]
             if old == content:
                 assert call() == (slot, None)
-            else:
-                self.replaced(name, content, call)
+            elif not self.replaced(name, content, call):
+                return
         else:
             room = self.idle(set() if activate else {self.active})
             if not room:
@@ -114,7 +114,7 @@ class SlotMachine(RuleBasedStateMachine):
             self.where[name] = (slot, content)
             if slot == self.active:
                 self.active = SLOTS  # it had been emptied: the newcomer does not inherit its role
-        if activate and name in self.where:
+        if activate:
             self.active = self.where[name][0]
 
     @rule(name=NAMES, content=CONTENTS)
@@ -126,13 +126,14 @@ class SlotMachine(RuleBasedStateMachine):
         else:
             self.replaced(name, content, call)
 
-    def replaced(self, name: str, content: int, call: Any) -> None:
+    def replaced(self, name: str, content: int, call: Any) -> bool:
+        """Replace, or check that it is refused; whether it was done."""
         old = self.where[name][0]
         room = self.idle({old, self.active}) - {old}
         if not room and self.refs(old):
             with pytest.raises(hotslot.PoolFullError):
                 call()
-            return
+            return False
         slot, _ = call()
         assert slot in (room or {old})
         if slot != old:
@@ -140,6 +141,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.where[name] = (slot, content)
         self.pinned = slot if self.pinned == old else self.pinned
         self.active = slot if self.active == old else self.active
+        return True
 
     @rule(name=NAMES, content=CONTENTS, slot=st.integers(0, SLOTS - 1))
     def swap(self, name: str, content: int, slot: int) -> None:

@@ -74,6 +74,12 @@ def prompts(rows: int, length: int = 9, seed: int = 7) -> torch.Tensor:
     return torch.randint(3, 128, (rows, length), generator=generator)
 
 
+def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The model's logits, without gradients."""
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
 def assert_close_to_range(found: torch.Tensor, expected: torch.Tensor, bound: float = 1e-5) -> None:
     """At most `bound` of the expected values' range apart, everywhere."""
     span = (expected.max() - expected.min()).item()

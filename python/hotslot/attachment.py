@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import DeviceError, PoolError
-from .hooks import CallGate, SiteHook, batch_rows, generating, remove_inert
+from .hooks import CallGate, SiteHook, checked_rows, generating, remove_inert
 from .ops import register_site
 from .routing import current_route
 from .sites import ModelSite, is_tower
@@ -98,9 +98,7 @@ class _Generate:
             return self._checked(args, kwargs)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        route, rows = current_route(self._lora), batch_rows(args, kwargs)
-        if route is not None and not route.per_token and rows is not None:
-            route.check_batch(rows, may_multiply=False)
+        checked_rows(current_route(self._lora), args, kwargs, may_multiply=False)
         with generating():
             return self._generate(*args, **kwargs)
 

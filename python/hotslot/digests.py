@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from .errors import AdapterFileError
+from .recent import Recent
 
 if TYPE_CHECKING:
     from ._core import Loaded, LoraWeights
@@ -29,7 +30,7 @@ class Digests:
     def __init__(self, weights: LoraWeights) -> None:
         self._weights = weights
         self._mutex = threading.Lock()
-        self._known: dict[Hashable, str] = {}
+        self._known: Recent[str] = Recent(_MAX_REMEMBERED)
         self._pending: dict[tuple[int, int], Future[str]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hotslot-digest")
 
@@ -39,12 +40,8 @@ class Digests:
 
     def remember(self, identity: Hashable | None, cache_id: str) -> None:
         """Note the digest of files, so that loading them again need not compute it."""
-        if identity is None:
-            return
-        with self._mutex:
-            while len(self._known) >= _MAX_REMEMBERED:
-                del self._known[next(iter(self._known))]
-            self._known[identity] = cache_id
+        if identity is not None:
+            self._known.keep(identity, cache_id)
 
     def compute_later(self, loaded: Loaded, prepared: Prepared, files: ExitStack) -> None:
         """Compute the digest of a load that deferred it, and give it to its slot.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 from .config import PeftAdapterConfig
-from .errors import AdapterConfigError, AdapterShapeError, RankError
+from .errors import AdapterConfigError, AdapterShapeError
 from .extras import ResolvedExpert
 from .folder import Adapter
 from .keys import HostTree, Role, listed
@@ -227,15 +227,7 @@ class ExpertPlacement:
                 key="rank_pattern" if ranks else "r",
                 value=expected,
             )
-        if rank > self.max_rank:
-            raise RankError(
-                f"adapter {self.adapter.where} has rank {rank} at {name}; expected at most max_rank = {self.max_rank}: attach with "
-                f"max_rank={rank} or more",
-                path=self.adapter.path,
-                rank=rank,
-                max_rank=self.max_rank,
-                module=name,
-            )
+        self.adapter.check_rank(rank, self.max_rank, name)
         return config.scale_of(rank, config.alpha_pattern[alphas[0]] if alphas else config.lora_alpha)
 
     def _refuse(self, what: str, key: str) -> NoReturn:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from .config import MAX_CONFIG_BYTES, PeftAdapterConfig, parse_config
-from .errors import AdapterConfigError, AdapterFileError
+from .errors import AdapterConfigError, AdapterFileError, RankError
 from .safetensors import FileIdentity, open_regular, read_exact, read_header
 from .tensors import TensorRef, memory_tensor
 
@@ -49,6 +49,22 @@ class Adapter:
     def path(self) -> str | None:
         """The folder, or None for an adapter in memory."""
         return None
+
+    def check_rank(self, rank: int, max_rank: int, module: str) -> None:
+        """Refuse a rank that the pool has no room for.
+
+        Raises:
+            RankError: `rank` is above `max_rank`.
+        """
+        if rank > max_rank:
+            raise RankError(
+                f"adapter {self.where} has rank {rank} at {module}; expected at most max_rank = {max_rank}: attach with "
+                f"max_rank={rank} or more",
+                path=self.path,
+                rank=rank,
+                max_rank=max_rank,
+                module=module,
+            )
 
 
 @dataclass

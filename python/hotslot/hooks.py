@@ -42,25 +42,15 @@ _CALL: ContextVar[_Call | None] = ContextVar("hotslot_call", default=None)
 _GENERATING: ContextVar[int] = ContextVar("hotslot_generating", default=0)
 
 
-class _Hook:
-    """A hook that a deepcopy leaves behind as `_Inert` and a pickle refuses."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()")
-
-
 class _Inert:
-    """What a copied hook becomes; `remove_inert` takes it out."""
+    """What the copy of a hook becomes; `remove_inert` takes it out."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
-class SiteHook(_Hook):
-    """Adds the adapters' part to one layer's output."""
+class SiteHook:
+    """Adds the adapters' part to one layer's output. A deepcopy leaves an `_Inert` behind, a pickle is refused."""
 
     def __init__(self, lora: AttachedModel, found: ModelSite, index: int, kernel: SiteKernel, uid: int, is_tower: bool) -> None:
         self.lora = lora
@@ -87,6 +77,12 @@ class SiteHook(_Hook):
         fresh = len(module._forward_hooks) == 1 and not out._is_view()
         changed = self.apply(out, x, route, fresh=fresh)
         return None if changed is out else changed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
+        return _Inert()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()")
 
     def apply(self, out: torch.Tensor, x: torch.Tensor, route: Route, *, fresh: bool) -> torch.Tensor:
         """`out` plus this site's adapters for `x` ([..., in]); `out` itself where `fresh` allows it.
@@ -188,9 +184,7 @@ class CallGate:
         route = current_route(self._lora)
         if route is None and self._lora.unrouted == "error":
             raise RouteError(f"{self._lora!r} was called outside any route and unrouted='error' was set; enter route(rows) first")
-        rows = batch_rows(args, kwargs)
-        if route is not None and not route.per_token and rows is not None:
-            route.check_batch(rows, may_multiply=_GENERATING.get() > 0)
+        rows = checked_rows(route, args, kwargs, may_multiply=_GENERATING.get() > 0)
         token = _CALL.set(_Call(self._lora, rows))
         try:
             return self.forward(*args, **kwargs)
@@ -198,8 +192,20 @@ class CallGate:
             _CALL.reset(token)
 
 
-def batch_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """The batch size of a model call: the first dimension of its first tensor; None where it has no tensor."""
+def checked_rows(route: Route | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, may_multiply: bool) -> int | None:
+    """The batch size of a call under a route, which must have as many rows; None where the call has no tensor.
+
+    Raises:
+        RouteError: The rows differ.
+    """
+    rows = _batch_rows(args, kwargs)
+    if route is not None and not route.per_token and rows is not None:
+        route.check_batch(rows, may_multiply=may_multiply)
+    return rows
+
+
+def _batch_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """The first dimension of a call's first tensor; None where it has no tensor."""
     named = (kwargs.get(key) for key in _BATCH_KEYS)
     for value in (*named, *args, *kwargs.values()):
         tensor = _first_tensor(value)

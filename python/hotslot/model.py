@@ -323,7 +323,7 @@ class AttachedModel(ModelAdapters):
             if slot < 0:
                 if selector in self._replacing:
                     raise SlotBusyError(
-                        f"adapter {selector!r} is being replaced in its own slot, as no other was free; try again in a moment",
+                        f"adapter {selector!r} is being loaded again and has no slot meanwhile; try again in a moment",
                         name=selector,
                     )
                 raise self._not_found(selector)
@@ -423,7 +423,7 @@ class AttachedModel(ModelAdapters):
 
     @contextmanager
     def _replaces(self, name: str) -> Iterator[None]:
-        """Inside, a resident `name` that cannot be acquired is busy, not unknown: its slot may be rewritten in place."""
+        """Inside, a resident `name` that cannot be acquired is busy, not unknown: it is rewritten in place, or was evicted and comes back."""
         if self.weights.slot_of(name) is None:
             yield
             return

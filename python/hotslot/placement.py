@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from .audit import Audit, Roles
-from .errors import AdapterConfigError, AdapterShapeError, RankError
+from .errors import AdapterConfigError, AdapterShapeError
 from .experts import ExpertLayout, ExpertPlacement
 from .extras import FEATURES, BaseCopy, Extras, ResolvedPair, ResolvedSaved, ResolvedTokens, ResolvedVector
 from .keys import HostTree, Key, Role, layer_of, listed, shown
@@ -225,15 +225,7 @@ class Placement:
             )
         if len(ranks) > 1:
             self._warn("several rank patterns match one module (PEFT sorts them when it saves); the tensors' own rank is taken")
-        if rank > self.max_rank:
-            raise RankError(
-                f"adapter {where} has rank {rank} at {pair.module}; expected at most max_rank = {self.max_rank}: attach with "
-                f"max_rank={rank} or more",
-                path=self.adapter.path,
-                rank=rank,
-                max_rank=self.max_rank,
-                module=pair.module,
-            )
+        self.adapter.check_rank(rank, self.max_rank, pair.module)
         patterns = self.alpha_patterns.matching(module)
         alphas = {config.alpha_pattern[pattern] for pattern in patterns}
         if len(alphas) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from .adapter import Adapter, AdapterFile, identity_of, memory_adapter, read_ada
 from .config import PeftAdapterConfig
 from .errors import AdapterFileError
 from .folder import open_weights
+from .recent import Recent
 from .report import LoadReport
 from .safetensors import FileIdentity
 from .tensors import TensorRef
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = "str | os.PathLike[str] | tuple[Mapping[str, Any], Any]"
 """A PEFT folder, or `(tensors, config)`: names as in PEFT's file to torch tensors or arrays, and a config or its dict."""
-
 
 # What was found in files; about 50 kB for an adapter of 200 modules.
 _MAX_SEEN = 256
@@ -72,8 +71,7 @@ class SourceReader:
         self._max_rank = weights.max_rank
         self._host_modules = [path for path, _ in model.named_modules() if path]
         self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-        self._mutex = threading.Lock()
-        self._seen: dict[Hashable, Prepared] = {}
+        self._seen: Recent[Prepared] = Recent(_MAX_SEEN)
 
     def open(self, source: Source, files: ExitStack) -> Prepared:
         """Open a source and fit it to the pool; nothing but headers is read.
@@ -104,10 +102,7 @@ class SourceReader:
         # Header and config were read at different moments; from here on the core watches the file that it reads.
         adapter.check_unchanged()
         prepared = Prepared(pairs, adapter.config, adapter.identity, resolved.report)
-        with self._mutex:
-            while len(self._seen) >= _MAX_SEEN:
-                del self._seen[next(iter(self._seen))]
-            self._seen[adapter.identity] = prepared
+        self._seen.keep(adapter.identity, prepared)
         return prepared.reading_from(adapter.file.fileno())
 
 
