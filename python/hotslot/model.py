@@ -423,7 +423,7 @@ class AttachedModel(ModelAdapters):
 
     @contextmanager
     def _replaces(self, name: str) -> Iterator[None]:
-        """Inside, a resident `name` without a slot is busy, not unknown: it is rewritten in place, or was evicted and comes back."""
+        """Inside, a resident `name` without a slot is busy, not unknown: it is rewritten in place, or evicted and comes back."""
         if self.weights.slot_of(name) is None:
             yield
             return
