@@ -1,4 +1,4 @@
-"""Prefill of four prompts with four adapters, against the base model and torch's per-adapter matmuls.
+"""Prefill of four prompts with four adapters against the length, next to the base model and its peers.
 
 python benches/bench_prefill.py              both model shapes; BENCH=quick for a smoke run
 """
@@ -10,31 +10,37 @@ from typing import Any
 import harness
 
 RANK, BATCH = 16, 4
+LENGTHS = {"llama-160m": (16, 64, 256, 512), "smollm2-135m": (512,), "tiny": (8, 32)}
 
 
-def measure(shape: str, length: int, given: harness.Options) -> dict[str, Any]:
+def measure(shape: str, given: harness.Options) -> list[dict[str, Any]]:
     """All contenders on one shape; prints and returns the figures."""
     base = harness.new_model(shape)
     adapters = [harness.new_adapter(base, RANK, seed) for seed in range(BATCH)]
-    ours = harness.Ours(base, adapters, RANK)
-    rows = list(range(BATCH))
-    steps: dict[str, harness.Step] = {
-        "base": lambda **inputs: base(**inputs),
-        "hotslot, base rows": ours.step([-1] * BATCH),
-        "hotslot, 4 adapters": ours.step(rows),
-        "torch loop": harness.Torch(base, adapters, loop=True).step(rows),
-        "peft mixed, 4": harness.Peft(base, adapters, RANK).step(rows),
-    }
-    timings = harness.contest(harness.Prefill(base, BATCH, length), steps, given.rounds)
-    harness.tell(f"{shape}, {BATCH} prompts of {length} tokens, rank {RANK}, {given.threads} torch threads", timings)
-    return {name: timing.to_json() for name, timing in timings.items()}
+    field = harness.Field(base, adapters, RANK, without={"torch gather + bmm"})
+    bandwidth = harness.Bandwidth(megabytes=8 if given.quick else 512)
+    steps = field.steps(list(range(BATCH)))
+    steps["hotslot, base rows"] = field.ours.step([-1] * BATCH)
+    found = []
+    for length in LENGTHS[shape]:
+        # Long prompts take seconds; the peers beside the loop are in every other round of them.
+        rounds, rare = (given.rounds, {"PEFT mixed", "polylora"}) if length > 256 else (2 * given.rounds, set())
+        timings = harness.contest(
+            harness.Prefill(base, BATCH, length), steps, rounds, warm=1, bandwidth=bandwidth, rare=rare
+        )
+        facts = {
+            "shape": shape, "floor_seconds": harness.adapter_bytes(base, RANK) * BATCH / bandwidth.best,
+            "flop_share": harness.flop_share(base, RANK), "bandwidth": bandwidth.best,
+        }  # fmt: skip
+        found.append(harness.case(f"{shape}, {BATCH} prompts of {length} tokens", length, timings, **facts))
+    return found
 
 
 def main() -> None:
     """Both shapes."""
     given = harness.options(__doc__ or "", rounds=5)
-    length = 32 if given.quick else 512
-    harness.save("prefill", {shape: measure(shape, length, given) for shape in given.shapes}, given)
+    cases = [found for shape in given.shapes for found in measure(shape, given)]
+    harness.save("prefill", {"rank": RANK, "cases": cases}, given)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import harness
 import numpy as np
@@ -26,7 +27,7 @@ from safetensors.torch import save_file
 import hotslot
 
 QUICK = os.environ.get("BENCH") == "quick"
-ROUNDS, STEPS, BLOCK = (3, 30, 10) if QUICK else (15, 500, 50)
+ROUNDS, STEPS, BLOCK, CALLS = (2, 10, 5, 200) if QUICK else (15, 300, 50, 20_000)
 SHAPE = "tiny" if QUICK else "llama-160m"
 
 
@@ -46,7 +47,7 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def promotion_against_memcpy(model: torch.nn.Module, root: Path, rank: int) -> None:
+def promotion_against_memcpy(model: torch.nn.Module, root: Path, rank: int) -> dict[str, float]:
     """Part 1 for one size."""
     folders = [write_adapter(model, root / f"size{rank}-{seed}", rank, seed) for seed in range(4)]
     lora = hotslot.attach(model, max_loras=3, max_rank=rank)
@@ -68,9 +69,10 @@ def promotion_against_memcpy(model: torch.nn.Module, root: Path, rank: int) -> N
         f"promotion of {nbytes / 1e6:6.1f} MB  {promotion * 1e3:6.2f} ms   memcpy {copy * 1e3:6.2f} ms"
         f"   speed {100 * copy / promotion:3.0f} % of memcpy"
     )
+    return {"nbytes": nbytes, "promotion_seconds": promotion, "memcpy_seconds": copy}
 
 
-def pace_of_other_rows(model: torch.nn.Module, root: Path) -> None:
+def pace_of_other_rows(model: torch.nn.Module, root: Path) -> dict[str, Any]:
     """Part 2."""
     torch.set_num_threads(1)
     folders = [write_adapter(model, root / f"pace{seed}", 64, seed) for seed in range(3)]
@@ -129,31 +131,38 @@ def pace_of_other_rows(model: torch.nn.Module, root: Path) -> None:
         f"{total} promotions of {nbytes / 1e6:.1f} MB, {seconds_per_promotion[0] * 1e3:.2f} ms each; p95 beside promotions "
         f"{p95['promotions'] / p95['memcpy']:.3f} x that beside memcpy, {p95['promotions'] / p95['quiet']:.3f} x quiet"
     )
+    medians = {name: statistics.median(times) for name, times in steps.items()}
+    return {"nbytes": nbytes, "promotion_seconds": seconds_per_promotion[0], "median": medians, "p95": p95}
 
 
-def acquire_and_release(model: torch.nn.Module, root: Path) -> None:
+def acquire_and_release(model: torch.nn.Module, root: Path) -> dict[str, float]:
     """Part 3."""
     lora = hotslot.attach(model, {"a": write_adapter(model, root / "acquire", 4, 0)}, max_loras=2, max_rank=4)
     acquire, by_name, release = lora.weights.acquire_slot, lora.weights.acquire_by_name, lora.weights.release_slot
+    found = {}
     for what, get, key in (("index", acquire, 0), ("-1", acquire, -1), ("name", by_name, "a")):
         rounds = []
         for _ in range(ROUNDS):
             begun = time.perf_counter()
-            for _ in range(20_000):
+            for _ in range(CALLS):
                 release(get(key))
-            rounds.append((time.perf_counter() - begun) / 20_000)
+            rounds.append((time.perf_counter() - begun) / CALLS)
         print(f"acquire + release by {what:5s} {min(rounds) * 1e9:4.0f} ns best, {statistics.median(rounds) * 1e9:4.0f} ns median")
+        found[what] = statistics.median(rounds)
     lora.detach()
+    return found
 
 
 def main() -> None:
     """All parts."""
+    given = harness.options(__doc__ or "", rounds=ROUNDS)
     model = harness.new_model(SHAPE)
     with tempfile.TemporaryDirectory() as root:
-        for rank in (16, 128) if QUICK else (16, 64, 128, 256):
-            promotion_against_memcpy(model, Path(root), rank)
-        pace_of_other_rows(model, Path(root))
-        acquire_and_release(model, Path(root))
+        ranks = (16,) if QUICK else (16, 64, 128, 256)
+        sizes = [promotion_against_memcpy(model, Path(root), rank) for rank in ranks]
+        pace = pace_of_other_rows(model, Path(root))
+        acquires = acquire_and_release(model, Path(root))
+    harness.save("promotion", {"sizes": sizes, "pace": pace, "acquire_seconds": acquires}, given)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import json
 import logging
+import mmap
 import os
 import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,12 @@ import torch
 import transformers
 
 import hotslot
+
+try:
+    import polylora
+    import polylora.store
+except ImportError:  # its rows are left out
+    polylora = None
 
 HERE = Path(__file__).resolve().parent
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -81,10 +90,11 @@ def options(description: str, rounds: int = 15) -> Options:
     parser.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--shape", choices=list(SHAPES), action="append", help="model shape (default: both real ones)")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    threads = 1 if given.quick else given.threads
+    torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     default = ["tiny"] if given.quick else ["smollm2-135m", "llama-160m"]
-    return Options(given.quick, given.threads, 3 if given.quick else given.rounds, tuple(given.shape or default))
+    return Options(given.quick, threads, 2 if given.quick else given.rounds, tuple(given.shape or default))
 
 
 # --- models and adapters ------------------------------------------------------------------------------------------------------
@@ -140,6 +150,13 @@ def adapter_bytes(model: torch.nn.Module, rank: int, element: int = 2) -> int:
     """Bytes of A and B of one adapter as the pool stores them (rank rounded up to 8 in B's rows)."""
     padded = -(-rank // 8) * 8
     return sum(element * (rank * site.in_features + padded * site.out_features) for _, site in sites_of(model))
+
+
+def flop_share(model: torch.nn.Module, rank: int) -> float:
+    """LoRA's multiply-adds per token over those of the adapted layers."""
+    sites = [site for _, site in sites_of(model)]
+    lora = sum(rank * (site.in_features + site.out_features) for site in sites)
+    return lora / sum(site.in_features * site.out_features for site in sites)
 
 
 # --- contenders ---------------------------------------------------------------------------------------------------------------
@@ -199,17 +216,48 @@ class Peft:
         return lambda **inputs: self.model(**inputs)
 
 
+class Polylora:
+    """polylora's batches, `adapter_ids=`; on a CPU it runs the reference path of its own, row by row. It is an optional peer."""
+
+    def __init__(self, base: torch.nn.Module, adapters: Sequence[Adapter], rank: int) -> None:
+        config = polylora.PolyLoraConfig(
+            max_gpu_adapters=len(adapters), max_rank=rank, target_modules=SEVEN, use_triton_kernels=False
+        )
+        self.model = polylora.PolyLoraModel(same_weights(base), config).eval()
+        for index, adapter in enumerate(adapters):
+            layers = {path: polylora.store.CpuLayerWeights(A=a.T, B=b.T, rank=rank, scale=2.0) for path, (a, b) in adapter.items()}
+            self.model.adapter_store.add_adapter(f"a{index}", layers)
+        self.model.adapter_cache.ensure_resident([f"a{index}" for index in range(len(adapters))])
+
+    def step(self, rows: Sequence[int]) -> Step:
+        names = ["__base__" if row < 0 else f"a{row}" for row in rows]
+        return lambda **inputs: self.model(adapter_ids=names, **inputs)
+
+
+Stacks = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""path -> (A of every adapter [n, in, rank], B of every adapter [n, rank, out])."""
+
+
+def stacked(adapters: Sequence[Adapter]) -> Stacks:
+    """The weights as both torch peers keep them."""
+    return {
+        path: (
+            torch.stack([adapter[path][0].T for adapter in adapters]).contiguous(),
+            torch.stack([adapter[path][1].T for adapter in adapters]).contiguous(),
+        )
+        for path in adapters[0]
+    }
+
+
 class Torch:
     """A dozen lines of torch in forward hooks, as people write them: stacked weights, gathered or looped."""
 
-    def __init__(self, base: torch.nn.Module, adapters: Sequence[Adapter], *, loop: bool) -> None:
+    def __init__(self, base: torch.nn.Module, stacks: Stacks, *, loop: bool) -> None:
         self.model = same_weights(base)
-        self.rows: list[int] = []
         self.index = torch.empty(0, dtype=torch.long)
+        self.groups: list[tuple[int, torch.Tensor]] = []
         for path, site in sites_of(self.model):
-            a = torch.stack([adapter[path][0].T for adapter in adapters]).contiguous()  # [n, in, r]
-            b = torch.stack([adapter[path][1].T for adapter in adapters]).contiguous()  # [n, r, out]
-            site.register_forward_hook(self._loop(a, b) if loop else self._gather(a, b))
+            site.register_forward_hook(self._loop(*stacks[path]) if loop else self._gather(*stacks[path]))
 
     def _gather(self, a: torch.Tensor, b: torch.Tensor) -> Callable[..., torch.Tensor]:
         def hook(module: torch.nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
@@ -243,6 +291,34 @@ def merged(base: torch.nn.Module, adapter: Adapter) -> Step:
         a, b = adapter[path]
         site.weight = torch.nn.Parameter(site.weight + 2.0 * (b @ a), requires_grad=False)
     return lambda **inputs: model(**inputs)
+
+
+class Field:
+    """Every contender over one base model and one set of adapters."""
+
+    def __init__(self, base: torch.nn.Module, adapters: Sequence[Adapter], rank: int, *, without: Collection[str] = ()) -> None:
+        self.base = base
+        self.ours = Ours(base, adapters, rank)
+        self.peers: dict[str, Peft | Polylora | Torch] = {}
+        if "PEFT mixed" not in without:
+            self.peers["PEFT mixed"] = Peft(base, adapters, rank)
+        if polylora is not None and "polylora" not in without:
+            self.peers["polylora"] = Polylora(base, adapters, rank)
+        stacks = stacked(adapters)
+        if "torch gather + bmm" not in without:
+            self.peers["torch gather + bmm"] = Torch(base, stacks, loop=False)
+        self.peers["torch loop"] = Torch(base, stacks, loop=True)
+
+    def steps(self, rows: Sequence[int]) -> dict[str, Step]:
+        """The base step, then each contender's for a batch whose row i uses adapter rows[i]."""
+        steps: dict[str, Step] = {"base": lambda **inputs: self.base(**inputs), "hotslot": self.ours.step(rows)}
+        return steps | {name: peer.step(rows) for name, peer in self.peers.items()}
+
+    def base_steps(self, batch: int) -> dict[str, Step]:
+        """What a batch without adapters pays for the mere presence of each contender."""
+        rows = [-1] * batch
+        steps: dict[str, Step] = {"hotslot, base rows": self.ours.step(rows), "hotslot, outside a route": self.ours.unrouted()}
+        return steps | {f"{name}, base rows": self.peers[name].step(rows) for name in ("PEFT mixed", "polylora") if name in self.peers}
 
 
 # --- timing -------------------------------------------------------------------------------------------------------------------
@@ -293,27 +369,55 @@ class Prefill:
         return time.perf_counter() - started, out.logits
 
 
-def contest(run: Decode | Prefill, steps: dict[str, Step], rounds: int, *, warm: int = 2) -> dict[str, Timing]:
+def contest(
+    run: Decode | Prefill,
+    steps: dict[str, Step],
+    rounds: int,
+    *,
+    warm: int = 2,
+    bandwidth: Bandwidth | None = None,
+    rare: Collection[str] = (),
+) -> dict[str, Timing]:
     """Time each step `rounds` times, interleaved; the first of `steps` is the base.
 
-    The order turns with the round. Garbage is collected between rounds only.
+    The order turns with the round. Garbage is collected between rounds only, and the bandwidth is sampled there.
+
+    Args:
+        run: How a step is called and timed.
+        steps: The contenders.
+        rounds: Times that each is timed.
+        warm: Rounds before, not counted.
+        bandwidth: Sampled once a round.
+        rare: Slow contenders that take part in every other round only.
     """
     names = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, dict[int, float]] = {name: {} for name in names}
+    with no_garbage():
+        for turn in range(-warm, rounds):
+            gc.collect(0)
+            if bandwidth is not None:
+                bandwidth.sample()
+            for offset in range(len(names)):
+                name = names[(turn + offset) % len(names)]
+                if name in rare and turn % 2:
+                    continue
+                seconds, _ = run(steps[name])
+                if turn >= 0:
+                    times[name][turn] = seconds
+    base = times[names[0]]
+    return {name: timing(list(mine.values()), [base[turn] for turn in mine]) for name, mine in times.items()}
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Without the garbage collector, whose pauses fall on whoever is running."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for turn in range(-warm, rounds):
-            gc.collect(0)
-            for offset in range(len(names)):
-                name = names[(turn + offset) % len(names)]
-                seconds, _ = run(steps[name])
-                if turn >= 0:
-                    times[name].append(seconds)
+        yield
     finally:
         if enabled:
             gc.enable()
-    return {name: timing(times[name], times[names[0]]) for name in names}
 
 
 def timing(mine: Sequence[float], base: Sequence[float]) -> Timing:
@@ -325,21 +429,34 @@ def timing(mine: Sequence[float], base: Sequence[float]) -> Timing:
 
 
 class Bandwidth:
-    """Bytes per second that this process reads from memory with all of torch's threads, sampled when called."""
+    """Bytes per second that this process reads from memory, sampled when called.
+
+    The read is a dot product of the two halves of a buffer in huge pages: the fastest plain read that torch has.
+
+    Args:
+        threads: That read; every core by default.
+        megabytes: Of the buffer. The default is beyond the caches; a smaller one tells what a pool of that size can reach.
+    """
 
     def __init__(self, threads: int | None = None, megabytes: int = 512) -> None:
         self.threads = threads or len(os.sched_getaffinity(0))
-        self.buffer = torch.ones(megabytes << 18)  # f32
+        memory = mmap.mmap(-1, megabytes << 20)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(memory, dtype=torch.float32)
+        buffer.fill_(1.0)
+        self.halves = buffer.chunk(2)
+        self.nbytes = buffer.nbytes
         self.samples: list[float] = []
 
     def sample(self) -> None:
-        """One pass over the buffer with every core."""
+        """One pass over the buffer."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
             started = time.perf_counter()
-            self.buffer.sum()
-            self.samples.append(self.buffer.nbytes / (time.perf_counter() - started))
+            torch.dot(*self.halves)
+            self.samples.append(self.nbytes / (time.perf_counter() - started))
         finally:
             torch.set_num_threads(before)
 
@@ -347,10 +464,6 @@ class Bandwidth:
     def best(self) -> float:
         """The highest sample: what the memory can do when nobody disturbs it."""
         return max(self.samples)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
 
 
 # --- results ------------------------------------------------------------------------------------------------------------------
@@ -363,15 +476,26 @@ def machine(threads: int) -> dict[str, Any]:
         "cpu": cpu, "cores": len(os.sched_getaffinity(0)), "torch_threads": threads, "kernel_isa": hotslot._core.kernel_isa(),
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
         "hotslot": hotslot.__version__, "load": os.getloadavg()[0],
+        "peft": importlib.metadata.version("peft"), "polylora": polylora and importlib.metadata.version("polylora"),
     }  # fmt: skip
 
 
+def case(title: str, x: float, timings: dict[str, Timing], **facts: Any) -> dict[str, Any]:
+    """One contest as it stands in results.json; printed, too."""
+    tell(title, timings)
+    return {"title": title, "x": x, **facts, "timings": {name: timing.to_json() for name, timing in timings.items()}}
+
+
 def save(figure: str, found: dict[str, Any], given: Options) -> None:
-    """Put one figure's results into results.json; a quick run writes nothing into the checkout."""
-    if given.quick:
-        print(json.dumps(found, indent=1)[:2000])
+    """Put one figure's results into results.json, or into the file that BENCH_RESULTS names.
+
+    A quick run writes nothing into the checkout.
+    """
+    named = os.environ.get("BENCH_RESULTS")
+    if given.quick and named is None:
+        print(f"{figure}: {json.dumps(found)[:200]} ...")
         return
-    path = HERE / "results.json"
+    path = Path(named) if named else HERE / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     results[figure] = {"machine": machine(given.threads), "rounds": given.rounds, **found}
     path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
@@ -383,7 +507,7 @@ def tell(title: str, timings: dict[str, Timing]) -> None:
     print(f"\n{title}")
     for name, t in timings.items():
         print(
-            f"  {name:24s} {t.median * 1e3:8.2f} ms  [{t.low * 1e3:.2f}, {t.high * 1e3:.2f}]"
+            f"  {name:26s} {t.median * 1e3:8.2f} ms  [{t.low * 1e3:.2f}, {t.high * 1e3:.2f}]"
             f"  x {t.ratio:.3f}  added {t.added * 1e3:+.2f} ms",
             flush=True,
         )

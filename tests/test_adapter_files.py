@@ -16,7 +16,7 @@ import torch
 from peft import get_peft_model_state_dict
 
 from hotslot import errors
-from hotslot.adapter import identity_of, memory_adapter, read_adapter, resolve, target_paths
+from hotslot.adapter import identity_of, memory_adapter, read_adapter, resolve
 from hotslot.config import PeftAdapterConfig
 from hotslot.keys import HostTree, Role, parse_key
 from hotslot.tensors import memory_tensor
@@ -271,14 +271,6 @@ def test_copies_of_the_base_head_are_ignored_with_one_warning(llama: torch.nn.Mo
         grown = [peft_cases.Site(s.path, s.kind, s.in_features, 130 if s.path == "lm_head" else s.out_features) for s in sites]
         with pytest.raises(errors.AdapterShapeError, match=r"\[128, 64\], expected \[130, 64\]"):
             resolve(adapter, grown, max_rank=4)
-
-
-def test_target_paths_name_the_modules_of_the_host(tmp_path: Path) -> None:
-    peft_cases.write(peft_cases.family("gemma3_text"), tmp_path)
-    host = peft_cases.family("gemma3")
-    with read_adapter(tmp_path) as adapter:
-        found = target_paths(adapter, dict(host.named_modules()))
-    assert found == [f"model.language_model.layers.{layer}.self_attn.{name}" for layer in range(3) for name in ("q_proj", "v_proj")]
 
 
 def test_the_identity_changes_with_the_files(llama: torch.nn.Module, tmp_path: Path) -> None:

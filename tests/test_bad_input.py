@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "inf": (tensors(lambda t: t[Q0 + ".lora_B.weight"].__setitem__((3, 0), float("-inf"))), hotslot.AdapterFileError, "inf"),
     "overflow": (tensors(lambda t: t[Q0 + ".lora_B.weight"].__setitem__((3, 0), 3.4e38)), hotslot.AdapterFileError, "3.4e38"),
     "half a pair": (tensors(lambda t: t.pop(Q0 + ".lora_B.weight")), hotslot.AdapterFileError, "lora_B"),
-    "DoRA": (config(use_dora=True), hotslot.AdapterConfigError, "DoRA"),
+    "DoRA by flag alone": (config(use_dora=True), hotslot.AdapterConfigError, "use_dora"),
     "integers": (
         tensors(lambda t: t.__setitem__(Q0 + ".lora_A.weight", torch.ones(4, 64, dtype=torch.int32))),
         hotslot.AdapterFileError,

@@ -32,8 +32,9 @@ from .errors import (
     RouteError,
     SlotBusyError,
 )
+from .lease import Lease
 from .pool import PoolPlan, plan
-from .routing import BASE, Lease, Route, StaticRoute
+from .routing import BASE, Route, StaticRoute
 
 if TYPE_CHECKING:
     from .model import AttachedModel, attach

@@ -27,10 +27,12 @@ __all__ = [
     "__version__",
     "adapter_id_hash",
     "check_adapter_name",
+    "extras_nbytes",
     "kernel_isa",
     "module_slot_offsets",
     "pool_slot_bytes",
     "routed_prefill_slot_of",
+    "row_cache_id",
     "select_victim_slot",
     "tables_bytes",
 ]
@@ -44,6 +46,11 @@ _MemorySource: TypeAlias = tuple[Literal["memory"], int, int, Any, str, tuple[in
 _Source: TypeAlias = _FileSource | _MemorySource
 # (site_index, rank, scale, A [rank, in], B [out, rank]); dtypes are "F32", "F16" and "BF16".
 _Pair: TypeAlias = tuple[int, int, float, _Source, _Source]
+# What is not part of a pair.
+_Part: TypeAlias = Literal["gain", "bias", "weight_bias", "weight", "rows"]
+# (site_index, part, content, stored | None, ids | None): `content` makes the identity, `stored` (derived from it) or else
+# `content` itself goes into the slot; `ids` are the tokens of "rows".
+_Extra: TypeAlias = tuple[int, _Part, _Source, _Source | None, Sequence[int] | None]
 
 class _ConfigLike(Protocol):
     @property
@@ -150,6 +157,7 @@ class PeftAdapterConfig:
         use_rslora: bool = False,
         rank_pattern: Mapping[str, int] | None = None,
         alpha_pattern: Mapping[str, float] | None = None,
+        alora_invocation_tokens: Sequence[int] = (),
     ) -> PeftAdapterConfig: ...
     @property
     def r(self) -> int: ...
@@ -161,6 +169,8 @@ class PeftAdapterConfig:
     def rank_pattern(self) -> dict[str, int]: ...
     @property
     def alpha_pattern(self) -> dict[str, float]: ...
+    @property
+    def alora_invocation_tokens(self) -> tuple[int, ...]: ...
     def scaling(self) -> float: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
@@ -176,6 +186,7 @@ class Site:
         out_features: int,
         layer: int | None = None,
         module: LoraModule | None = None,
+        floating: bool | None = None,
     ) -> Site: ...
     @property
     def path(self) -> str: ...
@@ -189,6 +200,10 @@ class Site:
     def layer(self) -> int | None: ...
     @property
     def module(self) -> LoraModule | None: ...
+    @property
+    def floating(self) -> bool:
+        """Whether pairs here lie among the extras, so that the site takes no room in every slot."""
+
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -300,6 +315,8 @@ class Tables:
     def scale_table(self) -> int: ...
     def a_table(self, site: int) -> int: ...
     def b_table(self, site: int) -> int: ...
+    def gain_table(self, site: int) -> int: ...
+    def bias_table(self, site: int) -> int: ...
     def site_scales(self, site: int) -> int: ...
     def site_ranks(self, site: int) -> int: ...
 
@@ -321,6 +338,8 @@ class LoraWeights:
         num_hidden_layers: int = 0,
         ids_address: int = 0,
         ids_bytes: int = 0,
+        extras_address: int = 0,
+        extras_bytes: int = 0,
     ) -> LoraWeights: ...
     # Fields.
     @property
@@ -340,7 +359,9 @@ class LoraWeights:
     @property
     def slot_bytes(self) -> int: ...
     @property
-    def expert_pool(self) -> int | None: ...
+    def expert_pool(self) -> int | None:
+        """Address of the memory of what is neither A nor B, and of the pairs of floating sites, or None."""
+
     @property
     def expert_pool_bytes(self) -> int: ...
     @property
@@ -360,7 +381,9 @@ class LoraWeights:
     @property
     def lru_tick(self) -> int: ...
     @property
-    def overlay_raw(self) -> list[None]: ...
+    def overlay_raw(self) -> list[list[tuple[int, list[float]]] | None]:
+        """The token rows of each startup slot's adapter, None where it has none; all None after `set_lora_weights`."""
+
     @property
     def sites(self) -> list[Site]: ...
     @property
@@ -394,8 +417,12 @@ class LoraWeights:
     def is_pinned(self, slot: int) -> bool: ...
     def pair_at(self, slot: int, site: int) -> LoraPair | None: ...
     def pair_cells(self, slot: int, site: int) -> tuple[int, int, int, float] | None: ...
+    def slot_extras(self, slot: int) -> list[tuple[int, _Part, int, int, int, int, list[int]]]:
+        """What a slot's adapter holds beside its pairs: (site_index, part, address, rows, cols, row_stride, ids) each."""
+
     # Loads. `known` is the content's cache_id if it was verified before: then it is neither hashed nor, if it needs no
-    # conversion, checked again. `defer_digest` leaves the hashing to `content_id` and `set_digest`.
+    # conversion, checked again. `defer_digest` leaves the hashing to `content_id` and `set_digest`. `extras` is what the adapter
+    # holds beside its pairs; what does not fit the slot's place is a `PoolError` with `needed` and `room`.
     def pack_slot(
         self,
         slot: int,
@@ -405,6 +432,7 @@ class LoraWeights:
         *,
         known: str | None = None,
         defer_digest: bool = False,
+        extras: Sequence[_Extra] | None = None,
     ) -> Loaded: ...
     def pack_store_into_slot(
         self,
@@ -415,6 +443,7 @@ class LoraWeights:
         *,
         known: str | None = None,
         defer_digest: bool = False,
+        extras: Sequence[_Extra] | None = None,
     ) -> Loaded: ...
     def promote(
         self,
@@ -425,6 +454,7 @@ class LoraWeights:
         activate: bool = False,
         known: str | None = None,
         defer_digest: bool = False,
+        extras: Sequence[_Extra] | None = None,
     ) -> Loaded: ...
     def replace(
         self,
@@ -435,12 +465,16 @@ class LoraWeights:
         activate: bool = False,
         known: str | None = None,
         defer_digest: bool = False,
+        extras: Sequence[_Extra] | None = None,
     ) -> Loaded: ...
     def check_rotation(self) -> None: ...
     def set_active(self, name: str) -> int: ...
     def unload(self, name: str, deferred: bool = False) -> tuple[int, int]: ...
     def set_digest(self, slot: int, generation: int, cache_id: str) -> bool: ...
-    def content_id(self, pairs: Sequence[_Pair], config: _ConfigLike) -> str: ...
+    def set_lora_weights(self) -> None:
+        """Says that the overlay tables have been built from `overlay_raw`: its rows are freed, and none are kept any more."""
+
+    def content_id(self, pairs: Sequence[_Pair], config: _ConfigLike, *, extras: Sequence[_Extra] | None = None) -> str: ...
     def refresh_slot_tables(self, slot: int) -> None: ...
     def check_integrity(self) -> None: ...
     def site_kernel(self, site: int) -> SiteKernel: ...
@@ -490,7 +524,18 @@ class SharedShrink:
 
 def adapter_id_hash(name: str, generation: int = 0) -> int: ...
 def check_adapter_name(name: str) -> None: ...
-def module_slot_offsets(sites: Sequence[Site], max_rank: int, pool_dtype: str = "bfloat16") -> list[tuple[int, int]]: ...
+def row_cache_id(members: Sequence[tuple[str, float]], start: int | None) -> str:
+    """What a row computes with, as a key for caches: its adapters' (cache_id, weight), and the first token that they serve."""
+
+def extras_nbytes(
+    sites: Sequence[Site],
+    pool_dtype: str,
+    pairs: Sequence[tuple[int, int]],
+    extras: Sequence[tuple[int, _Part, int, int]],
+) -> int:
+    """Bytes of a slot's place that holds pairs of (site_index, rank) and extras of (site_index, part, rows, cols)."""
+
+def module_slot_offsets(sites: Sequence[Site], max_rank: int, pool_dtype: str = "bfloat16") -> list[tuple[int, int] | None]: ...
 def pool_slot_bytes(sites: Sequence[Site], max_rank: int, pool_dtype: str = "bfloat16") -> int: ...
 def tables_bytes(sites: Sequence[Site], max_loras: int) -> int: ...
 def select_victim_slot(views: Sequence[SlotView]) -> int: ...

@@ -14,7 +14,7 @@ from .folder import AdapterFile as AdapterFile
 from .folder import identity_of as identity_of
 from .folder import memory_adapter as memory_adapter
 from .folder import read_adapter as read_adapter
-from .keys import HostTree, Role, parse_key
+from .keys import HostTree
 from .placement import Placement, SiteLike
 from .report import LoadReport
 from .tensors import TensorRef as TensorRef
@@ -22,7 +22,7 @@ from .tensors import TensorRef as TensorRef
 
 @dataclass
 class ResolvedAdapter:
-    """An adapter that fits: what goes where. Nothing was read but headers.
+    """An adapter that fits: what goes where. Nothing was read but headers, and pairs that had to be joined (see `forms`).
 
     Attributes:
         pairs: One per adapted site, sorted by site.
@@ -92,16 +92,3 @@ def resolve(
     placement = Placement(audit, sites, index, host, max_rank, strict, vocab_size, experts or {})
     pairs = placement.place(audit.modules())
     return ResolvedAdapter(pairs, adapter.config.scaling(), placement.extras, placement.report)
-
-
-def target_paths(adapter: Adapter, host_modules: Iterable[str]) -> list[str]:
-    """The modules of the model that an adapter's tensors belong to, sorted; those that the model lacks are left out.
-
-    Args:
-        adapter: From `read_adapter` or `memory_adapter`.
-        host_modules: Paths of all modules of the model.
-    """
-    host = HostTree(host_modules)
-    keys = (parse_key(name) for name in adapter.tensors)
-    found = {host.find(key.module) for key in keys if key is not None and key.role is not Role.BASE_COPY}
-    return sorted(path for path in found if path is not None)

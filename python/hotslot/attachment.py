@@ -1,4 +1,4 @@
-"""What `attach` puts onto a model, and `detach` takes off again: a hook for each site and three instance attributes."""
+"""What `attach` puts onto a model, and `detach` takes off again: a hook for each site and a few instance attributes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .embedding import EmbeddingHook
 from .errors import DeviceError, PoolError
-from .hooks import CallGate, SiteHook, checked_rows, generating, remove_inert
+from .hooks import CallGate, SiteHook, checked_rows, generating, remove_inert, token_ids
+from .moe import ExpertsForward, InstanceForward, RouterForward
 from .ops import register_site
 from .routing import current_route
-from .sites import ModelSite, is_tower
+from .shared import share_inputs
+from .sites import ModelSite, embedding_of, is_tower
 
 if TYPE_CHECKING:
     from .model import AttachedModel
@@ -56,11 +59,23 @@ class Attachment:
         self.hooks: list[SiteHook] = []
         """The hook of each site, in the pool's order; also what keeps them findable from compiled graphs."""
         self._handles: list[Any] = []
+        self._forwards: list[InstanceForward] = []
+        head = embedding_of(model, "get_output_embeddings")
+        experts: dict[str, tuple[torch.nn.Module, dict[tuple[int, str], SiteHook]]] = {}
         for index, found in enumerate(sites):
-            hook = SiteHook(lora, found, index, lora.weights.site_kernel(index), next(_UIDS), is_tower(found.site.path))
+            kind = EmbeddingHook if found.site.kind == "embedding" else SiteHook
+            path, module = found.site.path, found.module
+            hook = kind(lora, found, index, next(_UIDS), is_tower=is_tower(path), is_head=module is head)
             register_site(hook.uid, hook)
             self.hooks.append(hook)
-            self._handles.append(found.module.register_forward_hook(hook, with_kwargs=True))
+            if found.expert is not None:
+                experts.setdefault(path.rpartition("[")[0], (module, {}))[1][found.expert] = hook
+            elif found.site.kind == "router":
+                self._forwards.append(RouterForward(lora, module, hook))
+            else:
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        share_inputs(self.hooks)
+        self._forwards += [ExpertsForward(lora, module, path, hooks) for path, (module, hooks) in experts.items()]
         # What somebody put into the instance before comes back on detach.
         self._before = {name: model.__dict__[name] for name in _OWN_ATTRIBUTES if name in model.__dict__}
         generate = getattr(model, "generate", None)
@@ -74,6 +89,9 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards.clear()
         for name in _OWN_ATTRIBUTES:
             self._model.__dict__.pop(name, None)
         self._model.__dict__.update(self._before)
@@ -98,7 +116,11 @@ class _Generate:
             return self._checked(args, kwargs)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        checked_rows(current_route(self._lora), args, kwargs, may_multiply=False)
+        route = current_route(self._lora)
+        checked_rows(route, args, kwargs, may_multiply=False)
+        if route is not None and route.activation is not None and route.activation.needs_ids:
+            # Once, in the prompt: no later step holds the invocation.
+            route.activation.find(token_ids(args, kwargs), 0)
         with generating():
             return self._generate(*args, **kwargs)
 

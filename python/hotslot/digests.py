@@ -56,7 +56,7 @@ class Digests:
         def compute() -> str:
             with files:
                 try:
-                    cache_id = self._weights.content_id(prepared.pairs, prepared.config)
+                    cache_id = self._weights.content_id(prepared.pairs, prepared.config, extras=prepared.extras)
                     self.remember(prepared.identity, cache_id)
                 except AdapterFileError:
                     # The file changed since: nobody can tell the digest of what was loaded, so it shares a cache with nothing.

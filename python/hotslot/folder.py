@@ -6,19 +6,21 @@ import errno
 import io
 import json
 import os
+import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from .config import MAX_CONFIG_BYTES, PeftAdapterConfig, parse_config
 from .errors import AdapterConfigError, AdapterFileError, RankError
+from .keys import shown
 from .safetensors import FileIdentity, open_regular, read_exact, read_header
 from .tensors import TensorRef, memory_tensor
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
-_PICKLE_NAME: Final = "adapter_model.bin"
+PICKLE_NAME: Final = "adapter_model.bin"
 _ADDED_TOKENS: Final = "added_tokens.json"
 _MEMORY: Final = "in memory"
 _CONVERT: Final = (
@@ -172,6 +174,41 @@ def read_adapter(directory: str | os.PathLike[str]) -> AdapterFile:
         raise
 
 
+def read_pickled(directory: str | os.PathLike[str]) -> Adapter:
+    """Read a PEFT folder whose weights are an `adapter_model.bin`, with torch's weights-only unpickler; it needs torch.
+
+    Nothing else of the package does this: it is for looking at an old adapter before converting it. The tensors of files that
+    torch wrote since 1.6 are mapped, so do not change the file meanwhile.
+
+    Args:
+        directory: The folder with `adapter_config.json` and `adapter_model.bin`.
+
+    Raises:
+        AdapterFileError: A file is missing, or the pickle holds anything but tensors by name.
+        AdapterConfigError: As `read_adapter`.
+    """
+    import torch
+
+    folder = os.fspath(directory)
+    raw, _ = _read_small(folder, CONFIG_NAME)
+    config = parse_config(raw, os.path.join(folder, CONFIG_NAME))
+    path = os.path.join(folder, PICKLE_NAME)
+    _open(folder, PICKLE_NAME).close()
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:
+        raise AdapterFileError(
+            f"{path!r} is no pickle of tensors alone ({type(error).__name__}: {shown(str(error))}); expected what torch.save "
+            "writes of a state dict",
+            path=path,
+        ) from None
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+    ):
+        raise AdapterFileError(f"{path!r} holds a {type(tensors).__name__}; expected a dict of tensors by name", path=path)
+    return replace(memory_adapter(tensors, config), where=repr(folder))
+
+
 def open_weights(directory: str | os.PathLike[str]) -> io.FileIO:
     """The weights file of a PEFT folder, open for positioned reads; nothing of it is checked.
 
@@ -252,8 +289,8 @@ def _instead(names: frozenset[str], name: str) -> str:
     shards = sorted(found for found in names if found.startswith("adapter_model-") or found.endswith(".safetensors.index.json"))
     if shards:
         return f"it is sharded ({shards[0]}), which is not supported; expected one file"
-    if _PICKLE_NAME in names:
-        return f"it has {_PICKLE_NAME}, a pickle, which is never loaded; convert it in that folder: {_CONVERT}"
+    if PICKLE_NAME in names:
+        return f"it has {PICKLE_NAME}, a pickle, which is never loaded; convert it in that folder: {_CONVERT}"
     others = sorted(found for found in names if found.endswith((".safetensors", ".bin", ".pt", ".gguf")))
     return f"expected the weights under that name{f' (found {others[0]})' if others else ''}"
 

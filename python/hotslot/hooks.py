@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,13 +19,16 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.jit._trace import is_tracing
 
+from .activation import ActiveTokens
 from .errors import DeviceError, RouteError
 from .ops import DTYPE_CODES, compiled_apply, differentiable_apply
+from .replaced import replace_linear
 from .routing import CURRENT, Route, check_rows, current_route
 
 if TYPE_CHECKING:
-    from ._core import SiteKernel
+    from ._core import Plan
     from .model import AttachedModel
+    from .shared import SharedInput
     from .sites import ModelSite
 
 # Tensors that carry the batch, in the order in which a call is asked for them.
@@ -36,31 +40,44 @@ class _Call(NamedTuple):
 
     lora: AttachedModel
     rows: int | None  # of its batch, None where it could not be told
+    active: ActiveTokens | None  # where the route's adapters do not begin with the row
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("hotslot_call", default=None)
 _GENERATING: ContextVar[int] = ContextVar("hotslot_generating", default=0)
 
 
-class _Inert:
+class Inert:
     """What the copy of a hook becomes; `remove_inert` takes it out."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        return None
+        """Nothing."""
 
 
 class SiteHook:
-    """Adds the adapters' part to one layer's output. A deepcopy leaves an `_Inert` behind, a pickle is refused."""
+    """Adds the adapters' part to one layer's output. A deepcopy leaves an `Inert` behind, a pickle is refused.
 
-    def __init__(self, lora: AttachedModel, found: ModelSite, index: int, kernel: SiteKernel, uid: int, is_tower: bool) -> None:
+    Attributes:
+        feature_dims: Dimensions of the input that are not those of tokens.
+    """
+
+    feature_dims = 1
+
+    def __init__(self, lora: AttachedModel, found: ModelSite, index: int, uid: int, *, is_tower: bool, is_head: bool) -> None:
         self.lora = lora
         self.path = found.site.path
+        self.kind = found.site.kind
         self.in_features = found.site.in_features
         self.out_features = found.site.out_features
         self.index = index
-        self.kernel = kernel
+        self.module = weakref.ref(found.module)
+        self.kernel = lora.weights.site_kernel(index)
         self.uid = uid
         self.is_tower = is_tower
+        self.is_head = is_head
+        self.lora_module = found.site.module
+        self.shared: SharedInput | None = None
+        self.member = 0
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> Any:
         """The layer's output with the adapters' part, or None where it was changed in place or not at all."""
@@ -78,8 +95,8 @@ class SiteHook:
         changed = self.apply(out, x, route, fresh=fresh)
         return None if changed is out else changed
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        return _Inert()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
 
     def __reduce__(self) -> Any:
         raise TypeError("a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()")
@@ -92,17 +109,30 @@ class SiteHook:
             DeviceError: A tensor is not on the pool's device, or its dtype has no kernel.
         """
         self.check(x, out, route)
+        if self.index in route.replaced:
+            out, fresh = replace_linear(out, x, self, route), True
+        plan = route.plan
+        if route.activation is not None:
+            plan = self._active_plan(x, route)
+            if plan.is_base:
+                return out
+        return self.add(out, x, plan, route, fresh=fresh)
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, plan: Plan, route: Route, *, fresh: bool) -> torch.Tensor:
+        """`out` plus what the adapters of `plan` make of `x`, which was checked."""
         needs_grad = torch.is_grad_enabled() and (x.requires_grad or out.requires_grad)
         if needs_grad or forward_ad._current_level >= 0:
-            return differentiable_apply(out, x, self, route)
-        if x.dtype is not out.dtype:
-            x = x.to(out.dtype)
-        if not x.is_contiguous():
-            x = x.contiguous()
+            return differentiable_apply(out, x, self, plan, route)
         if not (fresh and out.is_contiguous()):
             out = out.clone(memory_format=torch.contiguous_format)
+        is_as_needed = x.dtype is out.dtype and x.is_contiguous()
+        if self.shared is not None and is_as_needed and not x.is_inference():
+            self.shared.apply(self.member, plan, x, out, x.numel() // self.in_features, self.in_features)
+            return out
+        if not is_as_needed:
+            x = x.to(out.dtype).contiguous()
         self.kernel.apply(
-            route.plan,
+            plan,
             x.data_ptr(),
             out.data_ptr(),
             x.numel() // self.in_features,
@@ -112,6 +142,15 @@ class SiteHook:
             torch.get_num_threads(),
         )
         return out
+
+    def _active_plan(self, x: torch.Tensor, route: Route) -> Plan:
+        call = _CALL.get()
+        if call is None or call.lora is not self.lora or call.active is None:
+            raise RouteError(
+                f"{self.path} was called outside a call of the attached model (or from a compiled graph), and its route has rows "
+                "whose adapter begins inside them (aLoRA, starts=); call the model itself, eagerly"
+            )
+        return call.active.plan(x.numel() // self.in_features, self.path, may_trail=self.is_head)
 
     def check(self, x: torch.Tensor, out: torch.Tensor, route: Route) -> None:
         """Refuse tensors that do not fit the route or the pool, before any compute."""
@@ -132,20 +171,21 @@ class SiteHook:
                 "give all rows of the batch the same adapter, or load one without tower layers",
                 rows=rows,
             )
-        if route.per_token and x.numel() != rows * self.in_features:
+        if route.per_token and out.numel() != rows * self.out_features:
             raise RouteError(
-                f"{self.path} was called with {x.numel() // self.in_features} tokens, the route has {rows}; give one per token",
+                f"{self.path} was called with {out.numel() // self.out_features} tokens, the route has {rows}; give one per token",
                 rows=rows,
             )
         call = _CALL.get()
         seen = call.rows if call is not None and call.lora is self.lora else None
         if route.per_token or (route.plan.is_uniform and seen is not None):
             return
-        batch = x.shape[0] if x.dim() > 1 else 1
+        token_dims = x.dim() - self.feature_dims
+        batch = x.shape[0] if token_dims > 0 else 1
         if seen is None:
             # No gate saw this batch (a part of the model was called, or a compiled graph runs): it is the first dimension.
             route.check_batch(batch, may_multiply=_GENERATING.get() > 0, where=self.path)
-        elif x.dim() > 2 and batch != seen:
+        elif token_dims > 1 and batch != seen:
             raise RouteError(
                 f"{self.path} was called with an input of shape {list(x.shape)} for a batch of {seen} rows, so its tokens "
                 "cannot be told apart by row; expected the batch first: call it batch first, or give all rows the same adapter",
@@ -185,11 +225,40 @@ class CallGate:
         if route is None and self._lora.unrouted == "error":
             raise RouteError(f"{self._lora!r} was called outside any route and unrouted='error' was set; enter route(rows) first")
         rows = checked_rows(route, args, kwargs, may_multiply=_GENERATING.get() > 0)
-        token = _CALL.set(_Call(self._lora, rows))
+        token = _CALL.set(_Call(self._lora, rows, _active_tokens(route, rows, args, kwargs)))
         try:
             return self.forward(*args, **kwargs)
         finally:
             _CALL.reset(token)
+
+
+def _active_tokens(route: Route | None, rows: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ActiveTokens | None:
+    """Where the call's tokens lie in their rows, if some adapter of the route does not begin with its row."""
+    if route is None or route.activation is None or route.plan.is_base:
+        return None
+    # transformers renamed it.
+    cache = next((kwargs[key] for key in ("cache", "past_key_values") if kwargs.get(key) is not None), None)
+    if cache is not None and not hasattr(cache, "get_seq_length"):
+        raise RouteError(
+            f"the call has a cache of type {type(cache).__name__}, which does not tell how many tokens it holds; a route with starts "
+            "(aLoRA, starts=) needs transformers' Cache"
+        )
+    offset = 0 if cache is None else int(cache.get_seq_length())
+    if _GENERATING.get() == 0 and route.activation.needs_ids:
+        route.activation.find(token_ids(args, kwargs), offset)
+    values = (kwargs.get(key) for key in _BATCH_KEYS)
+    tensor = next((found for found in map(_first_tensor, (*values, *args)) if found is not None), None)
+    if tensor is None or tensor.dim() < 2 or rows is None:
+        raise RouteError("the call has no tokens [rows, length], which a route with starts (aLoRA, starts=) needs")
+    return ActiveTokens(route.activation, route.plan, rows, int(tensor.shape[1]), offset)
+
+
+def token_ids(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The token ids [rows, length] of a call, if it has them."""
+    for value in (*(kwargs.get(key) for key in ("input_ids", "inputs")), *args[:1]):
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
+            return value
+    return None
 
 
 def checked_rows(route: Route | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, may_multiply: bool) -> int | None:
@@ -240,9 +309,11 @@ def remove_inert(model: torch.nn.Module) -> None:
     """Take out what the hooks of an attached model became in a copy of it."""
     for module in model.modules():
         hooks = module._forward_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Inert)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, Inert)]:
             del hooks[key]
             module._forward_hooks_with_kwargs.pop(key, None)
+        if isinstance(module.__dict__.get("forward"), Inert):
+            del module.__dict__["forward"]
 
 
 _forks = 0

@@ -12,16 +12,19 @@ from typing import Any, Literal
 import torch
 
 from ._core import Loaded, LoraWeights, SlotInfo, check_adapter_name
+from .activation import check_starts
 from .adapters import ModelAdapters
 from .attachment import Attachment, check_attachable
+from .contents import PoolContents
 from .digests import Digests
 from .errors import AdapterNotFoundError, ClosedError, PoolError, RouteError, SlotBusyError
 from .hooks import Process
+from .lease import Lease
 from .loads import SharedLoads
 from .pool import allocate, check_limits
 from .report import LoadReport
-from .routing import BASE, Lease, Route, StaticRoute, check_rows
-from .sites import choose
+from .routing import BASE, Route, StaticRoute, check_rows
+from .sites import ModelSite, choose, expert_indices
 from .source import Prepared, Source, SourceReader, key_of, wanted_sites
 
 _POLL_SECONDS = 0.002
@@ -38,6 +41,8 @@ def attach(
     max_rank: int = 64,
     pool_dtype: Literal["bfloat16", "float32"] = "bfloat16",
     sites: str | Iterable[str] = "auto",
+    extras_bytes: int | None = None,
+    experts: bool | None = None,
     unrouted: Literal["base", "error"] = "base",
 ) -> AttachedModel:
     """Give `model` a pool of adapter slots, by forward hooks; no module is replaced and no base weight copied.
@@ -51,6 +56,9 @@ def attach(
         pool_dtype: What the weights are stored in; "float32" is exact, "bfloat16" rounds F32 and F16 files (reported).
         sites: Which layers get room: "auto" (the family's attention and MLP projections, and what startup adapters target;
             every linear of an unknown family), "all-linear", or layer names.
+        extras_bytes: Bytes per slot for what is neither A nor B of a linear layer: DoRA, biases, saved modules, embeddings, token
+            rows, routers and experts. By default what the startup adapters need, together; nothing if they need nothing.
+        experts: Whether routers and routed experts take adapters; by default the environment's HOTSLOT_LORA_EXPERTS=1.
         unrouted: What a call outside any route does: run the base model, or raise `RouteError`.
 
     Returns:
@@ -74,12 +82,22 @@ def attach(
     check_limits(max_loras, max_rank, pool_dtype, len(startup))
     if unrouted not in ("base", "error"):
         raise RouteError(f"unrouted={unrouted!r}; expected 'base' or 'error'")
-    chosen = choose(model, sites, wanted_sites(startup.values(), model) if sites == "auto" else ())
+    if extras_bytes is not None and (isinstance(extras_bytes, bool) or not isinstance(extras_bytes, int) or extras_bytes < 0):
+        raise PoolError(f"extras_bytes={extras_bytes!r}; expected bytes per slot, or None for what the startup adapters need")
+    with_experts = os.environ.get("HOTSLOT_LORA_EXPERTS") == "1" if experts is None else experts
+    sites = sites if isinstance(sites, str) else list(sites)
+    wanted = wanted_sites(startup.values(), model)
+    chosen = choose(model, sites, wanted, extras=wanted.has_extras or bool(extras_bytes), experts=with_experts)
     check_attachable(model, chosen)
-    weights = allocate([found.site for found in chosen], max_loras, max_rank, pool_dtype, pinned=len(startup))
-    lora = AttachedModel(model, weights, unrouted)
+    reader = SourceReader(chosen, model, max_rank, experts=with_experts)
+    laid_out = [found.site for found in chosen]
+    if extras_bytes is None:
+        extras_bytes = reader.place_spec(startup.values()).nbytes(laid_out, pool_dtype)
+    weights = allocate(laid_out, max_loras, max_rank, pool_dtype, pinned=len(startup), extras_bytes=extras_bytes)
+    lora = AttachedModel(model, weights, chosen, reader, unrouted)
     for slot, (name, source) in enumerate(startup.items()):
         lora._load_startup(slot, name, source)
+    weights.set_lora_weights()
     lora._attachment = Attachment(lora, model, chosen)
     return lora
 
@@ -93,12 +111,15 @@ class AttachedModel(ModelAdapters):
         unrouted: What a call outside any route does, "base" or "error".
     """
 
-    def __init__(self, model: torch.nn.Module, weights: LoraWeights, unrouted: str) -> None:
+    def __init__(
+        self, model: torch.nn.Module, weights: LoraWeights, sites: Sequence[ModelSite], reader: SourceReader, unrouted: str
+    ) -> None:
         self.weights = weights
         self.reports: dict[str, LoadReport] = {}
         self.unrouted = unrouted
         self._model_name = type(model).__name__
-        self._reader = SourceReader(weights, model)
+        self._reader = reader
+        self._contents = PoolContents(weights, expert_indices(sites))
         self._attachment: Attachment | None = None
         self._closed = False
         self._loads: SharedLoads[tuple[int, str | None]] = SharedLoads()
@@ -110,25 +131,37 @@ class AttachedModel(ModelAdapters):
 
     # --- routing ---------------------------------------------------------------------------------------------------------
 
-    def route(self, rows: Sequence[Any] | None = None, *, tokens: Sequence[Any] | None = None) -> Route:
+    def route(
+        self,
+        rows: Sequence[Any] | None = None,
+        *,
+        tokens: Sequence[Any] | None = None,
+        starts: Sequence[int | None] | None = None,
+    ) -> Route:
         """Bind each row of a batch to an adapter, as a context manager.
 
         Args:
             rows: One selector per row: an adapter's name, a slot >= 0, a lease, None or -1 (the active adapter, or base when
                 there is none), `BASE`, or a dict of selectors with weights.
             tokens: Instead of rows: one selector per token of a packed batch.
+            starts: The first active token of each row, counted from the start of its sequence (padding and cached tokens
+                included); what comes before is base. None for a row whose adapters decide: an aLoRA adapter begins at the last
+                occurrence of its invocation tokens, any other with the row.
 
         Raises:
-            RouteError: No rows, or a selector that is none. On entering: an empty slot.
+            RouteError: No rows, or a selector or start that is none. On entering: an empty slot, or DoRA in a weighted row.
             AdapterNotFoundError: On entering: an unknown name.
             SlotBusyError: On entering: the adapter is being loaded.
         """
         self._check_open()
         if rows is not None and tokens is None:
-            return Route(self, check_rows(rows), per_token=False)
-        if tokens is not None and rows is None:
+            selectors = check_rows(rows)
+            return Route(self, selectors, per_token=False, starts=check_starts(starts, len(selectors)))
+        if tokens is not None and rows is None and starts is None:
             return Route(self, check_rows(tokens), per_token=True)
-        raise RouteError("route takes either rows or tokens=: one selector per row, or one per token of a packed batch")
+        raise RouteError(
+            "route takes either rows (with starts=) or tokens=: one selector per row, or one per token of a packed batch"
+        )
 
     def static_route(self, max_tokens: int) -> StaticRoute:
         """A route whose buffers keep their addresses, for captured graphs; fill it with `set(rows)`."""
@@ -189,7 +222,7 @@ class AttachedModel(ModelAdapters):
             directory,
             ("swap", slot),
             lambda it, known, later: self.weights.pack_store_into_slot(
-                slot, name, it.pairs, it.config, known=known, defer_digest=later
+                slot, name, it.pairs, it.config, extras=it.extras, known=known, defer_digest=later
             ),
         )[0]
 
@@ -214,7 +247,9 @@ class AttachedModel(ModelAdapters):
             name,
             source,
             ("replace",),
-            lambda it, known, later: self.weights.replace(name, it.pairs, it.config, known=known, defer_digest=later),
+            lambda it, known, later: self.weights.replace(
+                name, it.pairs, it.config, extras=it.extras, known=known, defer_digest=later
+            ),
         )[0]
 
     def set_active_lora(self, name: str) -> int:
@@ -367,7 +402,9 @@ class AttachedModel(ModelAdapters):
             name,
             source,
             ("startup", slot),
-            lambda it, known, later: self.weights.pack_slot(slot, name, it.pairs, it.config, known=known, defer_digest=later),
+            lambda it, known, later: self.weights.pack_slot(
+                slot, name, it.pairs, it.config, extras=it.extras, known=known, defer_digest=later
+            ),
         )
 
     def _promote(self, source: Source, name: str, *, activate: bool) -> tuple[int, str | None]:
@@ -379,7 +416,7 @@ class AttachedModel(ModelAdapters):
             source,
             ("promote", activate),
             lambda it, known, later: self.weights.promote(
-                name, it.pairs, it.config, activate=activate, known=known, defer_digest=later
+                name, it.pairs, it.config, extras=it.extras, activate=activate, known=known, defer_digest=later
             ),
         )
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from .audit import Audit, Roles
-from .errors import AdapterConfigError, AdapterShapeError
+from .errors import AdapterConfigError, AdapterShapeError, RankError
 from .experts import ExpertLayout, ExpertPlacement
 from .extras import FEATURES, BaseCopy, Extras, ResolvedPair, ResolvedSaved, ResolvedTokens, ResolvedVector
+from .forms import PARTS, cut, join, other_form, widths
 from .keys import HostTree, Key, Role, layer_of, listed, shown
 from .patterns import PatternTable
-from .report import IgnoredTensor, LoadReport
+from .report import IgnoredTensor, LoadReport, module_kind
 
 _A, _B = (Role.A, "weight"), (Role.B, "weight")
 _EMBEDDING_A, _EMBEDDING_B = (Role.EMBEDDING_A, "weight"), (Role.EMBEDDING_B, "weight")
@@ -69,6 +71,9 @@ class Placement:
         self.max_rank, self.strict, self.vocab_size, self.experts = max_rank, strict, vocab_size, experts
         self.rank_patterns, self.alpha_patterns = PatternTable(self.config.rank_pattern), PatternTable(self.config.alpha_pattern)
         self.report = LoadReport(warnings=list(self.adapter.warnings))
+        # Modules that the host stores in another form, by the site of each part, or by the fused site and part.
+        self.cuts: dict[str, tuple[Roles, tuple[int, ...]]] = {}
+        self.joins: dict[int, dict[str, tuple[str, Roles]]] = {}
         self.extras = Extras(
             invocation_tokens=self.config.alora_invocation_tokens, ensure_weight_tying=self.config.ensure_weight_tying
         )
@@ -82,7 +87,7 @@ class Placement:
             RankError: A rank above the limit.
         """
         placed = self._by_site(self._place_experts(modules))
-        pairs = self._pairs(placed)
+        pairs = sorted([*self._pairs(placed), *self._reformed()], key=lambda pair: pair.site_index)
         for index in sorted(placed):
             for key in placed[index].values():
                 self._place_extra(index, key)
@@ -120,9 +125,14 @@ class Placement:
             if not rest:
                 continue
             site = None if path is None else self.index.get(path)
+            forms = other_form(module, self.host) if path is None else []
+            if forms and all(form in self.index for form in forms):
+                self._note_form(module, rest, forms)
+                continue
             if path is None or site is None:
-                (absent if path is None else roomless).append(module)
-                reason = "the model has no such module" if path is None else "the pool has no room for its module"
+                is_there = path is not None or bool(forms)
+                (roomless if is_there else absent).append(module)
+                reason = "the pool has no room for its module" if is_there else "the model has no such module"
                 self.report.ignored += [IgnoredTensor(key.tensor, reason, self._nbytes(key)) for key in rest.values()]
                 continue
             if site in placed:
@@ -130,16 +140,106 @@ class Placement:
             if path != module:
                 self.report.renamed.append((module, path))
             placed[site] = rest
-        any_placed = bool(placed or self.extras.experts)
+        self._refuse_both_forms(placed)
+        any_placed = bool(placed or self.extras.experts or self.cuts or self.joins)
         if (absent or roomless) and (self.strict or not any_placed):
             self._refuse_unplaced(absent, roomless, any_placed)
         return placed
 
+    def _note_form(self, module: str, roles: Roles, paths: list[str]) -> None:
+        """Keep a module that the host stores in another form, if all that it holds is A and B."""
+        others = {self.audit.feature_of(key): key.tensor for role, key in roles.items() if role not in (_A, _B)}
+        if others:
+            feature = next(iter(others))
+            what = FEATURES.get(str(feature), str(feature))
+            stored = ", ".join(path.rpartition(".")[2] for path in paths)
+            self.audit.refuse_names(
+                list(others.values()),
+                f"{what} at {shown(module)}, which this model stores as {stored}: only pairs can be moved to that form",
+                str(feature),
+            )
+        self.report.renamed += [(module, path) for path in paths]
+        sites = tuple(self.index[path] for path in paths)
+        leaf = module.rpartition(".")[2]
+        if leaf in PARTS:
+            self.cuts[module] = roles, sites
+            self._warn(f"the model stores {leaf} as {', '.join(PARTS[leaf])}: each gets its rows of B")
+            return
+        twin = self.joins.setdefault(sites[0], {}).setdefault(leaf, (module, roles))
+        if twin[0] != module:
+            self.audit.refuse_twins(twin[1][_A].tensor, roles[_A].tensor, module)
+
+    def _refuse_both_forms(self, placed: Mapping[int, Roles]) -> None:
+        """Refuse a layer that the file holds as it is in the model and in another form too, or in that form twice."""
+        seen = {index: next(iter(roles.values())).tensor for index, roles in placed.items()}
+        reformed = [(site, roles) for roles, sites in self.cuts.values() for site in sites]
+        reformed += [(site, next(iter(parts.values()))[1]) for site, parts in self.joins.items()]
+        for site, roles in reformed:
+            if site in seen:
+                self.audit.refuse_twins(seen[site], roles[_A].tensor, self.sites[site].path)
+            seen[site] = roles[_A].tensor
+
+    def _reformed(self) -> list[ResolvedPair]:
+        """The pairs of modules that the host stores in another form, in its form."""
+        found: list[ResolvedPair] = []
+        for module, (roles, indices) in self.cuts.items():
+            sizes = [self.sites[index].out_features for index in indices]
+            rest = f"which this model has as {', '.join(PARTS[module.rpartition('.')[2]])} of {', '.join(map(str, sizes))} rows"
+            whole = [self._checked(roles, indices[0], module, sum(sizes), rest)]
+            columns = {self.sites[index].in_features for index in indices}
+            if len(columns) != 1:
+                a = whole[0].a
+                self._refuse_shape(a.name, module, a.shape, (a.shape[0], max(columns)), f"A is [rank, in], {rest}")
+            found += cut(self._scaled(whole[0]), list(zip(indices, sizes, strict=True)))
+        return found + [self._joined(index, parts) for index, parts in self.joins.items()]
+
+    def _joined(self, index: int, parts: Mapping[str, tuple[str, Roles]]) -> ResolvedPair:
+        site = self.sites[index]
+        parent, _, fused = site.path.rpartition(".")
+        beside = self.index.get(f"{parent}.o_proj")
+        rows = {part: (self.adapter.tensors[roles[_B].tensor].shape or (0,))[0] for part, (_, roles) in parts.items()}
+        sizes = widths(fused, site.out_features, rows, None if beside is None else self.sites[beside].in_features)
+        rest = f"which is part of {site.path} of {site.out_features} rows here"
+        checked = {
+            part: self._scaled(self._checked(roles, index, module, sizes[part], rest)) for part, (module, roles) in parts.items()
+        }
+        ordered = {part: checked[part] for part in sizes if part in checked}
+        # Without keys or values to tell, what q_proj leaves must be halves.
+        if len(set(list(sizes.values())[1:])) > 1 or min(sizes.values()) < 1:
+            first = next(iter(ordered.values())).b
+            self._refuse_shape(first.name, site.path, first.shape, (site.out_features, first.shape[1]), rest)
+        pair = join(index, ordered, sizes, f"{next(iter(parts.values()))[0].rpartition('.')[0]}.{fused}")
+        names = ", ".join(ordered)
+        if pair.rank > self.max_rank:
+            ranks = " + ".join(str(part.rank) for part in ordered.values())
+            raise RankError(
+                f"adapter {self.adapter.where} has rank {pair.rank} at {site.path}, which this model has in place of {names} "
+                f"({ranks}); expected at most max_rank = {self.max_rank}: attach with max_rank={pair.rank} or more",
+                path=self.adapter.path,
+                rank=pair.rank,
+                max_rank=self.max_rank,
+                module=site.path,
+            )
+        self._warn(f"the model stores {', '.join(PARTS[fused])} as {fused}: {names} are joined to one pair of rank {pair.rank}")
+        return pair
+
+    def _checked(self, roles: Roles, index: int, module: str, rows: int, rest: str) -> ResolvedPair:
+        """A and B of a module in another form, their shapes compared with the site's columns and so many rows."""
+        a, b = (self.adapter.tensors[roles[half].tensor] for half in (_A, _B))
+        rank = a.shape[0] if a.shape else 0
+        for tensor, expected, what in (
+            (a, (rank, self.sites[index].in_features), "A is [rank, in]"),
+            (b, (rows, rank), "B is [out, rank]"),
+        ):
+            if tensor.shape != expected:
+                self._refuse_shape(tensor.name, module, tensor.shape, expected, f"{what} of {shown(module)}, {rest}")
+        return ResolvedPair(index, rank, 0.0, a, b, module)
+
     def _refuse_unplaced(self, absent: list[str], roomless: list[str], any_placed: bool) -> NoReturn:
         """Say which modules do not fit, of what kinds, and what the model has in their place."""
         names = absent or roomless
-        kinds = Counter(module.rpartition(".")[2] for module in names)
-        known = ", ".join(list(Counter(site.path.rpartition(".")[2] for site in self.sites))[:12]) or "none"
+        kinds = Counter(map(module_kind, names))
+        known = ", ".join(list(Counter(module_kind(site.path) for site in self.sites))[:12]) or "none"
         most = ", ".join(f"{shown(kind, 40)} x{count}" for kind, count in kinds.most_common(8))
         if absent:
             what, fix = "the model does not have", f"expected paths as in the model, whose adapted modules are {known}"
@@ -234,7 +334,7 @@ class Placement:
         scale = config.scale_of(rank, config.alpha_pattern[patterns[0]] if patterns else config.lora_alpha)
         if scale == 0:
             self._warn("a scale is 0 (lora_alpha = 0), so those modules change nothing")
-        return ResolvedPair(pair.site_index, rank, scale, pair.a, pair.b, pair.module)
+        return replace(pair, scale=scale)
 
     def _place_extra(self, index: int, key: Key) -> None:
         """Put one tensor that is neither A nor B into its list."""
@@ -330,11 +430,14 @@ class Placement:
 
     def _fill_report(self, pairs: list[ResolvedPair], placed: Mapping[int, Roles]) -> None:
         report = self.report
-        tensors = [self.adapter.tensors[key.tensor] for roles in placed.values() for key in roles.values()]
+        reformed = [roles for roles, _ in self.cuts.values()]
+        reformed += [roles for parts in self.joins.values() for _, roles in parts.values()]
+        tensors = [self.adapter.tensors[key.tensor] for roles in (*placed.values(), *reformed) for key in roles.values()]
         experts = self.extras.experts
         tensors += [tensor for pair in experts for tensor in (pair.a, pair.b)]
-        report.applied = len(placed) + len(experts)
-        report.modules = dict(Counter(self.sites[index].path.rpartition(".")[2] for index in sorted(placed)))
+        sites = sorted({*placed, *self.joins, *(index for _, indices in self.cuts.values() for index in indices)})
+        report.applied = len(sites) + len(experts)
+        report.modules = dict(Counter(module_kind(self.sites[index].path) for index in sites))
         report.modules |= Counter(f"experts.{pair.projection}" for pair in experts)
         factors = [(pair.rank, pair.scale) for pair in pairs] + [(pair.rank, pair.scale) for pair in experts]
         report.ranks = dict(sorted(Counter(rank for rank, _ in factors).items()))

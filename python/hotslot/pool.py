@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ._core import LoraWeights, ModelConfig, Site, pool_slot_bytes, tables_bytes
@@ -28,6 +28,7 @@ class PoolPlan:
         slot_bytes: One slot: A and B of every site at `max_rank`.
         pool_bytes: All slots.
         tables_bytes: Pointer, scale and rank tables.
+        extras_bytes: All slots' places for what is neither A nor B.
     """
 
     max_loras: int
@@ -37,16 +38,19 @@ class PoolPlan:
     slot_bytes: int
     pool_bytes: int
     tables_bytes: int
+    extras_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All that `attach` allocates."""
-        return self.pool_bytes + self.tables_bytes
+        return self.pool_bytes + self.tables_bytes + self.extras_bytes
 
     def __str__(self) -> str:
         return (
             f"{self.max_loras} slots of {self.slot_bytes / 2**20:.1f} MiB ({self.num_sites} sites, max_rank {self.max_rank}, "
-            f"{self.pool_dtype}) + tables of {self.tables_bytes / 2**10:.1f} KiB = {self.total_bytes / 2**20:.1f} MiB"
+            f"{self.pool_dtype}) + tables of {self.tables_bytes / 2**10:.1f} KiB"
+            + (f" + extras of {self.extras_bytes / 2**20:.1f} MiB" if self.extras_bytes else "")
+            + f" = {self.total_bytes / 2**20:.1f} MiB"
         )
 
 
@@ -105,11 +109,14 @@ def check_limits(max_loras: int, max_rank: int, pool_dtype: str, pinned: int) ->
         raise PoolError(f"pool_dtype={pool_dtype!r}; expected {' or '.join(map(repr, _DTYPES))}")
 
 
-def allocate(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str, *, pinned: int) -> LoraWeights:
-    """A pool over `sites` in fresh host memory; the memory lives as long as the pool."""
-    sizes = _plan(sites, max_loras, max_rank, pool_dtype)
+def allocate(
+    sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str, *, pinned: int, extras_bytes: int = 0
+) -> LoraWeights:
+    """A pool over `sites` in fresh host memory, with a place of `extras_bytes` per slot; the memory lives as long as the pool."""
+    sizes = replace(_plan(sites, max_loras, max_rank, pool_dtype), extras_bytes=-(-extras_bytes // 256) * 256 * max_loras)
     try:
-        pool, tables = HostBuffer(sizes.pool_bytes), HostBuffer(sizes.tables_bytes)
+        pool, tables = HostBuffer(max(1, sizes.pool_bytes)), HostBuffer(sizes.tables_bytes)
+        extras = HostBuffer(sizes.extras_bytes) if sizes.extras_bytes else None
     except (OSError, OverflowError) as error:
         raise PoolError(f"cannot allocate {sizes}: {error}; lower max_loras or max_rank") from error
     return LoraWeights(
@@ -122,7 +129,9 @@ def allocate(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: s
         pool_bytes=pool.nbytes,
         tables_address=tables.address,
         tables_bytes=tables.nbytes,
-        owner=(pool, tables),
+        extras_address=0 if extras is None else extras.address,
+        extras_bytes=0 if extras is None else extras.nbytes,
+        owner=(pool, tables) if extras is None else (pool, tables, extras),
     )
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from .keys import shown
+
+_SHARED_EXPERTS: Final = frozenset(("shared_expert", "shared_experts"))
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class LoadReport:
 
     Attributes:
         applied: Modules that are adapted.
-        modules: How many of them by the last part of their path: {"q_proj": 30, ...}.
+        modules: How many of them by kind, as `module_kind` names it: {"q_proj": 30, "shared_expert.up_proj": 30, ...}.
         ranks: How many of them by rank.
         scales: The distinct scales, ascending.
         nbytes: Bytes of the tensors that are applied.
@@ -68,14 +72,26 @@ class LoadReport:
             f"rank      {_counts(self.ranks)}, scale {', '.join(f'{scale:g}' for scale in self.scales)}",
         ]
         if self.renamed:
-            lines.append(f"renamed   {len(self.renamed)} modules, e.g. {self.renamed[0][0]} -> {self.renamed[0][1]}")
+            lines.append(f"renamed   {len(self.renamed)} modules, e.g. {shown(self.renamed[0][0])} -> {self.renamed[0][1]}")
         if self.rounded is not None:
             lines.append(f"rounded   {self.rounded} values")
         if self.digest is not None:
             lines.append(f"digest    {self.digest}")
-        lines += [f"ignored   {tensor.name}: {tensor.reason} ({tensor.nbytes} bytes)" for tensor in self.ignored]
+        lines += [f"ignored   {shown(tensor.name)}: {tensor.reason} ({tensor.nbytes} bytes)" for tensor in self.ignored]
         lines += [f"warning   {warning}" for warning in self.warnings]
         return "\n".join(lines)
+
+
+def module_kind(path: str) -> str:
+    """What a module is called among its like: the last part of its path, and that of a shared expert with its parent's.
+
+    Example:
+        >>> module_kind("model.layers.0.mlp.up_proj"), module_kind("model.layers.0.mlp.shared_expert.up_proj")
+        ('up_proj', 'shared_expert.up_proj')
+    """
+    parent, _, leaf = path.rpartition(".")
+    name = parent.rpartition(".")[2]
+    return f"{name}.{leaf}" if name in _SHARED_EXPERTS else leaf
 
 
 def _counts(found: Mapping[Any, int]) -> str:

@@ -1,4 +1,4 @@
-"""Which adapter each row of a batch uses: selectors, routes and leases.
+"""Which adapter each row of a batch uses: selectors and routes.
 
 A route resolves its rows once, holds one reference per distinct slot from enter to exit (all or none), and lives in a
 `ContextVar`, so that threads and tasks never see each other's. Hooks read the current route; nothing else does.
@@ -6,17 +6,19 @@ A route resolves its rows once, holds one reference per distinct slot from enter
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
-from ._core import Plan
-from .errors import ClosedError, LeaseError, RouteError
+from ._core import Plan, row_cache_id
+from .activation import NEVER, Activation, check_starts
+from .errors import ClosedError, RouteError
+from .lease import Lease
 
 if TYPE_CHECKING:
+    from .contents import Contents
     from .model import AttachedModel
 
 _P = ParamSpec("_P")
@@ -49,76 +51,6 @@ CURRENT: ContextVar[Route | None] = ContextVar("hotslot_route", default=None)
 """The innermost route of this context, of whatever model; `Route.outer` leads to the others."""
 
 
-class Lease:
-    """One reference on a slot: while it is held, the slot's weights stay what they are.
-
-    Made by `AttachedModel.lease`, which acquires it at once. Releasing is idempotent; leaving the `with` (or `async with`)
-    block releases.
-
-    Attributes:
-        name: The adapter's name.
-        slot: The slot that holds it; a row may be routed by it (or by the lease) even after the name moved on.
-        generation: Which of the pool's loads it was.
-    """
-
-    def __init__(self, lora: AttachedModel, slot: int, name: str, generation: int) -> None:
-        self._lora = lora
-        self._held = True
-        self.slot = slot
-        self.name = name
-        self.generation = generation
-
-    @property
-    def cache_id(self) -> str:
-        """The content identity of the leased weights (`hs1:` and 64 hex digits), for keys of external caches.
-
-        Raises:
-            LeaseError: The lease was released, so the slot may hold something else.
-        """
-        self._check(self._lora)
-        return self._lora.cache_id(self.slot)
-
-    @property
-    def released(self) -> bool:
-        """Whether the reference was returned."""
-        return not self._held
-
-    def release(self) -> None:
-        """Return the reference; a second call does nothing."""
-        if self._held:
-            self._held = False
-            self._lora._release(self.slot)
-
-    def _check(self, lora: AttachedModel) -> None:
-        if self._lora is not lora:
-            raise LeaseError(f"the lease on {self.name!r} belongs to another pool; lease the adapter from the pool that routes it")
-        if not self._held:
-            raise LeaseError(
-                f"the lease on {self.name!r} (slot {self.slot}) was released; take a new one with lease({self.name!r})"
-            )
-
-    def __enter__(self) -> Lease:
-        self._check(self._lora)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-    async def __aenter__(self) -> Lease:
-        return self.__enter__()
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        # A dropped lease must not hold its slot for ever; an interpreter that is closing has no pool left to tell.
-        with contextlib.suppress(Exception):
-            self.release()
-
-    def __repr__(self) -> str:
-        return f"Lease(name={self.name!r}, slot={self.slot}, {'held' if self._held else 'released'})"
-
-
 class Route:
     """Rows bound to slots, as a context manager; made by `AttachedModel.route`.
 
@@ -130,7 +62,9 @@ class Route:
     that outlives it, the backward of a checkpointed model) gets a `RouteError` where it can be told, so keep such work inside.
     """
 
-    def __init__(self, lora: AttachedModel, selectors: Sequence[Any], *, per_token: bool) -> None:
+    def __init__(
+        self, lora: AttachedModel, selectors: Sequence[Any], *, per_token: bool, starts: Sequence[int | None] | None = None
+    ) -> None:
         self.lora = lora
         self.outer: Route | None = None
         self.num_rows = len(selectors)
@@ -138,8 +72,18 @@ class Route:
         self.plan = Plan(lora.weights.max_loras)
         self.slots: list[int] = []
         """The slot of each row (-1 for base; the first of a weighted row), filled while entered."""
+        self.rows: list[list[tuple[int, float]]] = []
+        """The (slot, weight) entries of each row in request order, filled while entered."""
+        self.contents: dict[int, Contents] = {}
+        """What the held slots hold beside A and B."""
+        self.replaced: frozenset[int] = frozenset()
+        """The sites at which some row has parameters of its own, or a gain or a bias."""
+        self.activation: Activation | None = None
+        """Where the rows' adapters begin, if that is not everywhere."""
         self._selectors = list(selectors)
+        self._starts = starts
         self._held: list[int] = []
+        self._row_plans: dict[int, Plan] = {}
         self._entered = False
 
     @property
@@ -230,18 +174,75 @@ class Route:
             raise RouteError(f"{self!r} is entered already; make one route for each nested or concurrent use")
         rows, held = resolve_rows(self.lora, self._selectors)
         try:
-            if self.per_token:
-                self.plan.set_tokens([row[0][0] if row else -1 for row in rows])
-            else:
-                self.plan.set_rows(rows)
+            self._fill(rows, held, self._starts)
             self.lora._route_entered()
         except BaseException:
             for slot in held:
                 self.lora._release(slot)
             raise
-        self.slots = [row[0][0] if row else -1 for row in rows]
         self._held = held
         self._entered = True
+
+    def _fill(self, rows: list[list[tuple[int, float]]], held: Sequence[int], starts: Sequence[int | None] | None) -> None:
+        """Take resolved rows over; on an error the old ones stay."""
+        contents = {slot: self.lora._contents.of(slot) for slot in held}
+        _check_weights(rows, contents)
+        invocations = (
+            {} if self.per_token else {slot: it.invocation_tokens for slot, it in contents.items() if it.invocation_tokens}
+        )
+        if self.per_token:
+            self.plan.set_tokens([row[0][0] if row else -1 for row in rows])
+        else:
+            self.plan.set_rows(rows)
+        self.rows, self.contents = rows, contents
+        self.slots = [row[0][0] if row else -1 for row in rows]
+        self.replaced = frozenset(site for it in contents.values() for site in it.replacements)
+        self.activation = Activation(rows, invocations, starts) if invocations or starts is not None else None
+        self._row_plans = {}
+
+    def row_plan(self, row: int) -> Plan:
+        """A plan for the tokens of one row alone."""
+        plan = self._row_plans.get(row)
+        if plan is None:
+            plan = Plan(self.plan.max_loras)
+            plan.set_rows([self.rows[row]])
+            self._row_plans[row] = plan
+        return plan
+
+    def spans(self, tokens: int, path: str) -> list[tuple[int, int, int]]:
+        """(row, first, end): the tokens of each row at a site with `tokens` of them.
+
+        Raises:
+            RouteError: They do not divide by the rows, which differ.
+        """
+        per_row, rest = divmod(tokens, self.num_rows)
+        if not rest:
+            return [(row, row * per_row, (row + 1) * per_row) for row in range(self.num_rows)]
+        if self.plan.is_uniform:
+            return [(0, 0, tokens)]
+        raise RouteError(f"{path} was called with {tokens} tokens for {self.num_rows} rows that differ", rows=self.num_rows)
+
+    @property
+    def cache_ids(self) -> list[str]:
+        """The content identity of each row, for keys of external caches; waits for digests that are being computed.
+
+        It covers the row's adapters, their weights, and where they begin if that is not everywhere.
+
+        Raises:
+            RouteError: The route is not entered.
+        """
+        if not self._entered:
+            raise RouteError(f"{self!r} is not entered, so its rows have no contents; read cache_ids inside it")
+        ids = {slot: self.lora._digests.of_slot(slot) for slot in self._held}
+        found = []
+        for row, entries in enumerate(self.rows):
+            starts = {0} if self.activation is None else set(self.activation.starts_of(row)) or {0}
+            if starts == {NEVER}:
+                entries = []  # its adapters never begin: base
+            start = max((start for start in starts if start is not None), default=None)
+            members = [(ids[slot], weight) for slot, weight in entries]
+            found.append(row_cache_id(members, start if entries and start != 0 else None))
+        return found
 
     def _release(self) -> None:
         if not self._entered:
@@ -272,8 +273,12 @@ class StaticRoute(Route):
         super().__init__(lora, [BASE], per_token=False)
         self.max_tokens = max_tokens
 
-    def set(self, rows: Sequence[Any]) -> None:
+    def set(self, rows: Sequence[Any], *, starts: Sequence[int | None] | None = None) -> None:
         """Route the next replays by `rows`; on an error the old rows stay.
+
+        Args:
+            rows: One selector per row.
+            starts: As in `AttachedModel.route`.
 
         Raises:
             RouteError: More rows than `max_tokens`, no rows, or a selector that does not resolve.
@@ -281,9 +286,10 @@ class StaticRoute(Route):
         selectors = check_rows(rows)
         if len(selectors) > self.max_tokens:
             raise RouteError(f"{len(selectors)} rows given to a static route of max_tokens={self.max_tokens}; make a larger one")
+        begins = check_starts(starts, len(selectors))
         resolved, held = resolve_rows(self.lora, selectors)
         try:
-            self.plan.set_rows(resolved)
+            self._fill(resolved, held, begins)
         except BaseException:
             for slot in held:
                 self.lora._release(slot)
@@ -291,7 +297,6 @@ class StaticRoute(Route):
         old, self._held = self._held, held
         self._selectors = selectors
         self.num_rows = len(selectors)
-        self.slots = [row[0][0] if row else -1 for row in resolved]
         if not self._entered:
             self.lora._route_entered()
             self._entered = True
@@ -389,6 +394,18 @@ def resolve_rows(lora: AttachedModel, selectors: Sequence[Any]) -> tuple[list[li
             lora._release(slot)
         raise
     return rows, held
+
+
+def _check_weights(rows: Sequence[Sequence[tuple[int, float]]], contents: Mapping[int, Contents]) -> None:
+    """Refuse DoRA in a weighted row: its gain scales the base too, so there is no part of it to weigh."""
+    for index, entries in enumerate(rows):
+        if len(entries) == 1 and entries[0][1] == 1.0:
+            continue
+        for slot, _ in entries:
+            if contents[slot].gains:
+                raise RouteError(
+                    f"row {index} weighs slot {slot}, which holds a DoRA adapter; expected it alone with weight 1", slot=slot
+                )
 
 
 def _slot_number(selector: Any) -> int | None:

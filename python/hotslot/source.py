@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
-from .adapter import Adapter, AdapterFile, identity_of, memory_adapter, read_adapter, resolve, target_paths
+from .adapter import Adapter, AdapterFile, identity_of, memory_adapter, read_adapter, resolve
 from .config import PeftAdapterConfig
-from .errors import AdapterFileError
+from .errors import AdapterConfigError, AdapterFileError
+from .experts import expert_layouts
+from .extras import FEATURES
 from .folder import open_weights
+from .inputs import InputBuilder, PlaceSpec, core_extras, core_pairs
+from .keys import HostTree, Role, parse_key
 from .recent import Recent
 from .report import LoadReport
 from .safetensors import FileIdentity
-from .tensors import TensorRef
+from .sites import ModelSite, Wanted, embedding_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from ._core import LoraWeights
-
 Source: TypeAlias = "str | os.PathLike[str] | tuple[Mapping[str, Any], Any]"
 """A PEFT folder, or `(tensors, config)`: names as in PEFT's file to torch tensors or arrays, and a config or its dict."""
 
 # What was found in files; about 50 kB for an adapter of 200 modules.
 _MAX_SEEN = 256
+# Gains and biases are worth keeping with it; whole matrices that had to be rearranged are not.
+_MAX_HELD_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,34 @@ class Prepared:
 
     Attributes:
         pairs: (site, rank, scale, A, B) per adapted site, with A and B as addresses or file ranges.
+        extras: (site, part, content, stored or None, ids or None) of what is neither A nor B, likewise.
         config: What the scales came from.
         identity: The files, or None for tensors in memory.
         report: What is applied and what is not.
     """
 
     pairs: list[tuple[Any, ...]]
+    extras: list[tuple[Any, ...]]
     config: PeftAdapterConfig
     identity: Hashable | None
     report: LoadReport
 
     def reading_from(self, fd: int) -> Prepared:
         """The same adapter through another descriptor of its weights file, with a report of its own."""
-        pairs = [(site, rank, scale, ("file", fd, *a[2:]), ("file", fd, *b[2:])) for site, rank, scale, a, b in self.pairs]
-        return replace(self, pairs=pairs, report=replace(self.report))
+
+        def moved(tensor: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+            return ("file", fd, *tensor[2:]) if tensor is not None and tensor[0] == "file" else tensor
+
+        pairs = [(site, rank, scale, moved(a), moved(b)) for site, rank, scale, a, b in self.pairs]
+        extras = [(site, part, moved(content), moved(stored), ids) for site, part, content, stored, ids in self.extras]
+        return replace(self, pairs=pairs, extras=extras, report=replace(self.report))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that were worked out, or given, in memory."""
+        tensors = [tensor for pair in self.pairs for tensor in pair[3:]]
+        tensors += [tensor for extra in self.extras for tensor in extra[2:4] if tensor is not None]
+        return sum(tensor[2] for tensor in tensors if tensor[0] == "memory")
 
 
 class SourceReader:
@@ -62,15 +78,20 @@ class SourceReader:
     promotions that repeat leave the interpreter to the threads that compute.
 
     Args:
-        weights: The pool.
-        model: The live model, for the paths of all its modules.
+        sites: The pool's sites, experts last.
+        model: The live model, for the paths of all its modules and for the weights that DoRA and biases are relative to.
+        max_rank: The pool's limit.
+        experts: Whether routers and routed experts are served.
     """
 
-    def __init__(self, weights: LoraWeights, model: torch.nn.Module) -> None:
-        self._sites = weights.sites
-        self._max_rank = weights.max_rank
+    def __init__(self, sites: Sequence[ModelSite], model: torch.nn.Module, max_rank: int, *, experts: bool) -> None:
+        self._sites = [found.site for found in sites if found.expert is None]
+        self._max_rank = max_rank
         self._host_modules = [path for path, _ in model.named_modules() if path]
-        self._vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+        self._vocab_size = vocabulary_size(model)
+        self._layouts = expert_layouts(model) if experts else {}
+        self._supported = FEATURES.keys() - (set() if experts else {"router", "experts"})
+        self._inputs = InputBuilder(sites, self._layouts, *tied_embeddings(model, sites))
         self._seen: Recent[Prepared] = Recent(_MAX_SEEN)
 
     def open(self, source: Source, files: ExitStack) -> Prepared:
@@ -93,16 +114,44 @@ class SourceReader:
                     return seen.reading_from(file.fileno())
         return self._fit(files.enter_context(opened(source)))
 
+    def place_spec(self, sources: Iterable[Source]) -> PlaceSpec:
+        """The room that a slot's place needs for any one of these adapters.
+
+        Raises:
+            AdapterError: As `open`.
+        """
+        spec = PlaceSpec()
+        for source in sources:
+            with ExitStack() as files:
+                prepared = self.open(source, files)
+                spec.include(prepared.pairs, prepared.extras)
+        return spec
+
     def _fit(self, adapter: Adapter) -> Prepared:
-        vocab_size = self._vocab_size if isinstance(self._vocab_size, int) else None
-        resolved = resolve(adapter, self._sites, self._max_rank, host_modules=self._host_modules, vocab_size=vocab_size)
-        pairs = [(pair.site_index, pair.rank, pair.scale, _source(pair.a), _source(pair.b)) for pair in resolved.pairs]
+        try:
+            resolved = resolve(
+                adapter,
+                self._sites,
+                self._max_rank,
+                host_modules=self._host_modules,
+                vocab_size=self._vocab_size,
+                supported=self._supported,
+                experts=self._layouts,
+            )
+        except AdapterConfigError as error:
+            if error.key in ("router", "experts", "target_parameters") and not self._layouts:
+                hint = "attach with experts=True (or HOTSLOT_LORA_EXPERTS=1) to serve routers and routed experts"
+                raise AdapterConfigError(f"{error}; {hint}", path=error.path, key=error.key) from None
+            raise
+        inputs = self._inputs.build(adapter, resolved)
+        pairs, extras = core_pairs(inputs), core_extras(inputs)
         if not isinstance(adapter, AdapterFile):
-            return Prepared(pairs, adapter.config, None, resolved.report)
+            return Prepared(pairs, extras, adapter.config, None, resolved.report)
         # Header and config were read at different moments; from here on the core watches the file that it reads.
         adapter.check_unchanged()
-        prepared = Prepared(pairs, adapter.config, adapter.identity, resolved.report)
-        self._seen.keep(adapter.identity, prepared)
+        prepared = Prepared(pairs, extras, adapter.config, adapter.identity, resolved.report)
+        if prepared.held_bytes <= _MAX_HELD_BYTES:
+            self._seen.keep(adapter.identity, prepared)
         return prepared.reading_from(adapter.file.fileno())
 
 
@@ -134,21 +183,38 @@ def key_of(source: Source) -> Hashable:
     return object()
 
 
-def wanted_sites(sources: Iterable[Source], model: torch.nn.Module) -> list[str]:
-    """The module paths that adapters target in a model."""
-    paths = [path for path, _ in model.named_modules() if path]
-    wanted: set[str] = set()
+def wanted_sites(sources: Iterable[Source], model: torch.nn.Module) -> Wanted:
+    """What adapters target in a model."""
+    host = HostTree(path for path, _ in model.named_modules() if path)
+    wanted, has_extras = Wanted(), False
     for source in sources:
         with opened(source) as adapter:
-            wanted.update(target_paths(adapter, paths))
-    return sorted(wanted)
+            config = adapter.config
+            has_extras = has_extras or bool(config.target_parameters) or config.bias != "none"
+            for key in filter(None, map(parse_key, adapter.tensors)):
+                path = None if key.role is Role.BASE_COPY and config.bias == "none" else host.find(key.module)
+                has_extras = has_extras or key.role not in (Role.A, Role.B, Role.BASE_COPY) or ".experts." in key.module
+                if path is not None:
+                    wanted.paths.add(path)
+                    if key.role is Role.A:
+                        wanted.paired.add(path)
+    return replace(wanted, has_extras=has_extras)
 
 
-def _source(tensor: TensorRef) -> tuple[Any, ...]:
-    if tensor.file is not None:
-        return ("file", tensor.file.fileno(), tensor.offset, tensor.dtype, tensor.shape)
-    raw = np.frombuffer(tensor.data or b"", np.uint8)
-    return ("memory", int(raw.ctypes.data), tensor.nbytes, raw, tensor.dtype, tensor.shape)
+def vocabulary_size(model: torch.nn.Module) -> int | None:
+    """Rows of a transformers model's embedding, from its config; None for any other model."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def tied_embeddings(model: torch.nn.Module, sites: Sequence[ModelSite]) -> tuple[int | None, int | None]:
+    """The sites of the output embedding, if it has the input embedding's weight, and of the input embedding."""
+    embedding, head = embedding_of(model, "get_input_embeddings"), embedding_of(model, "get_output_embeddings")
+    place = {id(found.module): index for index, found in enumerate(sites) if found.expert is None}
+    is_tied = head is not None and embedding is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
+    return place.get(id(head)) if is_tied else None, place.get(id(embedding))
 
 
 def _kinds(items: tuple[Any, ...]) -> str:

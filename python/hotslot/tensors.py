@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -69,6 +69,21 @@ class TensorRef:
             raise AdapterFileError(f"{self.name!r} is {self.dtype}; expected one of {', '.join(SERVED_DTYPES)}", tensor=self.name)
         return values.reshape(self.shape)
 
+    def rows(self, first: int, count: int) -> TensorRef:
+        """Consecutive rows of a matrix, read from where the whole is.
+
+        Example:
+            >>> memory_tensor("x", np.arange(6, dtype="f4").reshape(3, 2)).rows(1, 2).to_numpy().tolist()
+            [[2.0, 3.0], [4.0, 5.0]]
+        """
+        total, width = self.shape
+        if not 0 <= first <= first + count <= total:
+            raise ValueError(f"rows {first} to {first + count} of {total}; expected a range within them")
+        row = self.nbytes // max(total, 1)
+        at, nbytes = first * row, count * row
+        data = None if self.data is None else self.data[at : at + nbytes]
+        return replace(self, shape=(count, width), offset=self.offset + at, nbytes=nbytes, data=data)
+
 
 def memory_tensor(name: str, tensor: Any) -> TensorRef:
     """Describe a torch tensor or a numpy array; the bytes are copied only if they are not contiguous on the CPU.
@@ -90,6 +105,25 @@ def memory_tensor(name: str, tensor: Any) -> TensorRef:
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
     raw = array.reshape(-1).view(np.uint8)
     return TensorRef(name, dtype, tuple(array.shape), 0, array.nbytes, data=memoryview(raw.data))
+
+
+def held_tensor(name: str, values: npt.NDArray[np.float32], dtype: str = "F32") -> TensorRef:
+    """Describe values that were worked out in float32, in a dtype that holds each of them exactly.
+
+    Args:
+        name: What to call them.
+        values: The values.
+        dtype: "F32", "F16" or "BF16".
+
+    Example:
+        >>> held_tensor("x", np.ones((1, 2), np.float32), "BF16").to_numpy().tolist()
+        [[1.0, 1.0]]
+    """
+    if dtype == "BF16":
+        raw = np.ascontiguousarray(values, "<f4").view("<u4").astype(np.uint32)
+        found = memory_tensor(name, np.ascontiguousarray((raw >> 16).astype("<u2")).view("<f2"))
+        return replace(found, dtype=dtype)
+    return memory_tensor(name, np.ascontiguousarray(values, np.float16 if dtype == "F16" else np.float32))
 
 
 def _torch_tensor(name: str, tensor: Any) -> TensorRef:

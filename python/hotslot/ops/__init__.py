@@ -8,6 +8,7 @@ autograd     `differentiable_apply`: plain torch, out of place, differentiable i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from ..errors import RouteError
 from .reference import lora_delta
 
 if TYPE_CHECKING:
+    from .._core import Plan
     from ..hooks import SiteHook
     from ..routing import Route
 
@@ -38,14 +40,28 @@ def compiled_apply(out: torch.Tensor, x: torch.Tensor, uid: int) -> torch.Tensor
     return result
 
 
-def differentiable_apply(out: torch.Tensor, x: torch.Tensor, site: SiteHook, route: Route) -> torch.Tensor:
+def differentiable_apply(out: torch.Tensor, x: torch.Tensor, site: SiteHook, plan: Plan, route: Route) -> torch.Tensor:
     """`out` plus the adapters' part, out of place, with gradients for `x` and `out` (the adapters get none)."""
-    delta = lora_delta(x.reshape(-1, site.in_features), site.lora.weights, site.index, route)
-    rows, flat = route.plan.entries(), out.reshape(-1, site.out_features)
-    touched = torch.tensor([token for token in range(len(flat)) if rows[token * len(rows) // len(flat)]])
+    rows, flat = plan.entries(), out.reshape(-1, site.out_features)
+    delta = lora_delta(x.reshape(-1, site.in_features), site.lora.weights, site.index, rows)
+    touched = [token for token in range(len(flat)) if rows[token * len(rows) // len(flat)]]
+    where = torch.tensor(touched, dtype=torch.int64)
     # Only rows with an adapter: adding even zero would turn a base row's -0.0 into 0.0.
-    changed = (flat[touched].float() + delta[touched]).to(out.dtype)
-    return flat.index_copy(0, touched, changed).view(out.shape)
+    changed = flat[where].float() + delta[where]
+    if any(site.index in found.gains or site.index in found.biases for found in route.contents.values()):
+        entries = [rows[token * len(rows) // len(flat)] for token in touched]
+        changed = torch.stack([_adjusted(row, own, site, route) for row, own in zip(changed, entries, strict=True)])
+    return flat.index_copy(0, where, changed.to(out.dtype)).view(out.shape)
+
+
+def _adjusted(row: torch.Tensor, entries: Sequence[tuple[int, float]], site: SiteHook, route: Route) -> torch.Tensor:
+    """One token's row with the gains and biases of its adapters."""
+    for slot, weight in entries:
+        gain, bias = route.contents[slot].gains.get(site.index), route.contents[slot].biases.get(site.index)
+        # Copies: as in `lora_delta`.
+        row = row if gain is None else row * gain.clone()
+        row = row if bias is None else row + weight * bias.clone()
+    return row
 
 
 def _run(out: torch.Tensor, x: torch.Tensor, uid: int) -> torch.Tensor:

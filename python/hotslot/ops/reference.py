@@ -1,18 +1,21 @@
 """Plain torch: the oracle that the kernels are checked against, and the path that autograd follows.
 
-out[t] + sum over (s, w) of row(t) of  w * scale[s] * (x[t] A[s]^T) B[s]^T        x [T, in], A [r, in], B [out, r]
+g base[t] + sum over (s, w) of row(t) of  w * (g scale[s] * (x[t] A[s]^T) B[s]^T + bias[s])     x [T, in], A [r, in], B [out, r]
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from .._core import LoraWeights
-    from ..routing import Route
+
+Entries = Sequence[Sequence[tuple[int, float]]]
+"""(slot, weight) entries per row, in request order."""
 
 
 def pair_views(weights: LoraWeights, slot: int, index: int) -> tuple[torch.Tensor, torch.Tensor, float] | None:
@@ -23,15 +26,15 @@ def pair_views(weights: LoraWeights, slot: int, index: int) -> tuple[torch.Tenso
     a_address, b_address, rank, scale = cells
     site = weights.sites[index]
     dtype = torch.bfloat16 if weights.pool_dtype == "bfloat16" else torch.float32
-    a = _view(a_address, rank, _round8(site.in_features), dtype)[:, : site.in_features]
-    b = _view(b_address, site.out_features, _round8(rank), dtype)[:, :rank]
+    a = matrix_view(a_address, rank, site.in_features, _round8(site.in_features), dtype)
+    b = matrix_view(b_address, site.out_features, rank, _round8(rank), dtype)
     return a, b, scale
 
 
-def lora_delta(x: torch.Tensor, weights: LoraWeights, index: int, route: Route) -> torch.Tensor:
-    """The adapters' part for `x` [T, in], f32 [T, out], differentiable in `x`."""
+def lora_delta(x: torch.Tensor, weights: LoraWeights, index: int, rows: Entries) -> torch.Tensor:
+    """What A and B of the adapters make of `x` [T, in], f32 [T, out], differentiable in `x`."""
     site = weights.sites[index]
-    tokens, rows = x.shape[0], route.plan.entries()
+    tokens = x.shape[0]
     delta = torch.zeros(tokens, site.out_features, dtype=torch.float32)
     x = x.float()
     for rank_in_row in range(max((len(row) for row in rows), default=0)):
@@ -53,11 +56,12 @@ def lora_delta(x: torch.Tensor, weights: LoraWeights, index: int, route: Route) 
     return delta
 
 
-def _round8(width: int) -> int:
-    return (width + 7) // 8 * 8
-
-
-def _view(address: int, rows: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+def matrix_view(address: int, rows: int, cols: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, cols] at an address, rows `stride` elements apart."""
     count = rows * stride
     buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(buffer, dtype=dtype, count=count).view(rows, stride)
+    return torch.frombuffer(buffer, dtype=dtype, count=count).view(rows, stride)[:, :cols]
+
+
+def _round8(width: int) -> int:
+    return (width + 7) // 8 * 8

@@ -26,6 +26,8 @@ struct Pool {
 struct Table {
     a: Vec<u64>,
     b: Vec<u64>,
+    /// The cells of gains and biases.
+    none: Vec<u64>,
     scale: Vec<f32>,
     rank: Vec<i32>,
 }
@@ -42,6 +44,7 @@ impl Pool {
             .map(|site| Table {
                 a: (0..slots).map(|slot| address(slot, site)).collect(),
                 b: (0..slots).map(|slot| address(slot, site) + a_bytes as u64).collect(),
+                none: vec![0; slots],
                 scale: vec![0.5; slots],
                 rank: vec![rank as i32; slots],
             })
@@ -59,6 +62,8 @@ impl Pool {
             out_features: self.size,
             a_table: table.a.as_ptr(),
             b_table: table.b.as_ptr(),
+            gain_table: table.none.as_ptr(),
+            bias_table: table.none.as_ptr(),
             scale: table.scale.as_ptr(),
             rank: table.rank.as_ptr(),
             max_loras: table.a.len(),

@@ -9,7 +9,7 @@ use std::io::Write;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use hotslot_core::config::{ModelConfig, PeftAdapterConfig};
 use hotslot_core::identity::{CacheId, Digest};
-use hotslot_core::layout::{Dtype, Layout};
+use hotslot_core::layout::{Dtype, Layout, SlotBases};
 use hotslot_core::memory::{DeviceMemory, HostMemory, Region, Stream};
 use hotslot_core::pack::{PairInput, Staged, Staging};
 use hotslot_core::source::{Source, SourceDtype};
@@ -93,8 +93,9 @@ fn load(c: &mut Criterion) {
         let mut staging = Some(Staging::default());
         group.bench_function(name, |b| {
             b.iter(|| {
-                let staged = Staged::read(&layout, &config, pairs, digest, staging.take().unwrap_or_default()).unwrap();
-                staged.write(&memory, base, S).unwrap();
+                let staged =
+                    Staged::read(&layout, &config, pairs, &[], digest, staging.take().unwrap_or_default()).unwrap();
+                staged.write(&memory, SlotBases { blocks: base, extras: 0 }, S).unwrap();
                 staging = Some(staged.into_staging());
             });
         });

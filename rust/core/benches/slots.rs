@@ -28,7 +28,7 @@ fn load(weights: &LoraWeights, slot: usize, name: &str) {
     let half = |rows, cols| Source::in_memory(&ones, SourceDtype::F32, rows, cols);
     let tensors = [PairInput { site: 0, rank: 1, scale: 1.0, a: half(1, 8), b: half(8, 1) }];
     let config = config();
-    let input = LoraAdapterInput { name, tensors: &tensors, config: &config, digest: Digest::Compute };
+    let input = LoraAdapterInput { name, tensors: &tensors, extras: &[], config: &config, digest: Digest::Compute };
     weights.pack_store_into_slot(slot, &input).unwrap();
 }
 

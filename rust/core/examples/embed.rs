@@ -34,7 +34,13 @@ impl Uniform {
             b: Source::in_memory(b, SourceDtype::F32, sites[site].out_features, RANK),
         });
         let tensors: Vec<_> = pairs.collect();
-        load(&LoraAdapterInput { name: self.name, tensors: &tensors, config: &self.config, digest: Digest::Compute })
+        load(&LoraAdapterInput {
+            name: self.name,
+            tensors: &tensors,
+            extras: &[],
+            config: &self.config,
+            digest: Digest::Compute,
+        })
     }
 }
 
@@ -79,8 +85,8 @@ fn main() -> Result<()> {
     let adapter = |name, value| Uniform::new(name, &sites, value);
 
     let spec = PoolSpec { pinned: 1, ..PoolSpec::new(sites.clone(), 3, 8) };
-    let (pool_bytes, table_bytes) = spec.bytes()?;
-    println!("{} sites, 3 slots of rank 8: {pool_bytes} bytes of pool, {table_bytes} of tables", sites.len());
+    let PoolBytes { pool, tables, .. } = spec.bytes()?;
+    println!("{} sites, 3 slots of rank 8: {pool} bytes of pool, {tables} of tables", sites.len());
     let weights = LoraWeights::on_host(spec)?;
 
     adapter("sql", 0.5)?.with_input(&sites, |input| weights.pack_slot(0, input))?;

@@ -4,10 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 
 use crate::config::PeftAdapterConfig;
+use crate::content::Content;
+use crate::extras::ExtraInput;
 use crate::identity::{CacheId, Digest};
-use crate::layout::{Layout, Site};
-use crate::module::LoraModule;
-use crate::pack::PairInput;
+use crate::layout::{Layout, Site, SiteKind, SlotBases};
+use crate::module::{LoraModule, expert_of_path};
+use crate::overlay::OverlayRawSlot;
+use crate::source::PairInput;
+use crate::sync::{Mutex, lock};
 
 /// One of the two factors of a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -96,53 +100,59 @@ pub struct LoraAdapterInput<'a> {
     pub name: &'a str,
     /// One entry per site that it adapts.
     pub tensors: &'a [PairInput<'a>],
+    /// What it holds beside its pairs.
+    pub extras: &'a [ExtraInput<'a>],
     /// Its settings.
     pub config: &'a PeftAdapterConfig,
     /// How the content's identity is learned.
     pub digest: Digest,
 }
 
-/// The raw token rows of an adapter, from which the overlay tables are built.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct OverlayRawSlot {
-    /// Rows by token id.
-    pub rows: Vec<(u32, Vec<f32>)>,
-}
-
-/// The rank and scale of one site of a resident adapter.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SitePair {
-    /// The adapter's rank there.
-    pub rank: usize,
-    /// The scale there.
-    pub scale: f32,
-}
-
-/// All that is known of an adapter in a slot. Immutable but for the digest, which is filled in once when it is known.
+/// All that is known of an adapter in a slot. Immutable but for the digest, which is filled in once when it is known, and the
+/// raw token rows, which are taken once.
 #[derive(Debug)]
 pub struct Resident {
     /// The adapter's name.
     pub name: Arc<str>,
     /// Its settings.
     pub config: Arc<PeftAdapterConfig>,
-    /// By site; `None` where the adapter leaves the site alone.
-    pub pairs: Vec<Option<SitePair>>,
-    /// Bytes of the pool that it uses.
-    pub nbytes: u64,
+    /// What it holds, and where.
+    pub content: Content,
     cache_id: OnceLock<CacheId>,
+    overlay_raw: Mutex<Option<Arc<OverlayRawSlot>>>,
 }
 
 impl Resident {
-    /// An adapter without pairs.
+    /// An adapter without content.
     #[must_use]
     pub fn new(name: &str, config: PeftAdapterConfig) -> Self {
-        Self { name: name.into(), config: Arc::new(config), pairs: Vec::new(), nbytes: 0, cache_id: OnceLock::new() }
+        Self {
+            name: name.into(),
+            config: Arc::new(config),
+            content: Content::default(),
+            cache_id: OnceLock::new(),
+            overlay_raw: Mutex::new(None),
+        }
+    }
+
+    /// The raw token rows of a startup adapter, as long as nobody has taken them.
+    #[must_use]
+    pub fn overlay_raw(&self) -> Option<Arc<OverlayRawSlot>> {
+        lock(&self.overlay_raw).clone()
+    }
+
+    pub(crate) fn keep_overlay_raw(&self, rows: Arc<OverlayRawSlot>) {
+        *lock(&self.overlay_raw) = Some(rows);
+    }
+
+    pub(crate) fn take_overlay_raw(&self) {
+        *lock(&self.overlay_raw) = None;
     }
 
     /// The highest rank of any site, 0 without pairs.
     #[must_use]
     pub fn rank(&self) -> usize {
-        self.pairs.iter().flatten().map(|pair| pair.rank).max().unwrap_or(0)
+        self.content.pairs.iter().flatten().map(|pair| pair.rank).max().unwrap_or(0)
     }
 
     /// The content's identity, once it is known.
@@ -156,27 +166,25 @@ impl Resident {
         *self.cache_id.get_or_init(|| cache_id) == cache_id
     }
 
-    /// The layers of this adapter in a slot that begins at `slot_base`.
+    /// The layers of this adapter in a slot that begins at `bases`.
     #[must_use]
-    pub fn layers(&self, layout: &Layout, slot_base: u64, num_hidden_layers: usize) -> Vec<LoraLayerWeights> {
+    pub fn layers(&self, layout: &Layout, bases: SlotBases, num_hidden_layers: usize) -> Vec<LoraLayerWeights> {
         let mut layers: Vec<_> = (0..num_hidden_layers).map(LoraLayerWeights::empty).collect();
-        for (site, pair) in self.pairs.iter().enumerate() {
-            let place = |site: &Site| Some((site.layer?, site.module?));
+        for (index, pair) in self.content.pairs.iter().enumerate() {
+            let site: &Site = &layout.sites()[index];
             let Some(pair) = pair else { continue };
-            let Some((layer, module)) = place(&layout.sites()[site]) else { continue };
-            if let Some(layer) = layers.get_mut(layer) {
-                layer.pairs[module as usize] = Some(pair.at(layout, slot_base, site));
+            let Some(layer) = site.layer.and_then(|layer| layers.get_mut(layer)) else { continue };
+            let pair = pair.at(layout, bases, index);
+            match (site.kind, site.module) {
+                (SiteKind::Router, _) => layer.router = Some(pair),
+                (SiteKind::Expert, _) => {
+                    let Some(expert) = expert_of_path(&site.path) else { continue };
+                    layer.experts.get_or_insert_default().pairs.insert(expert, pair);
+                }
+                (_, Some(module)) => layer.pairs[module as usize] = Some(pair),
+                (_, None) => {}
             }
         }
         layers
-    }
-}
-
-impl SitePair {
-    /// The pair's place in a slot that begins at `slot_base`.
-    #[must_use]
-    pub fn at(self, layout: &Layout, slot_base: u64, site: usize) -> LoraPair {
-        let offsets = layout.offsets(site);
-        LoraPair { a: slot_base + offsets.a, b: slot_base + offsets.b, rank: self.rank, scale: self.scale }
     }
 }

@@ -1,6 +1,6 @@
 //! The writer's side of a load: claim, write, publish, or give up.
 
-use crate::adapter::{Resident, SitePair};
+use crate::adapter::Resident;
 use crate::config::PeftAdapterConfig;
 use crate::error::{Error, Result};
 use crate::memory::Region;
@@ -36,7 +36,7 @@ pub struct Published {
 ///     b: Source::in_memory(&b, SourceDtype::F32, 4, 1),
 /// }];
 /// let config = PeftAdapterConfig::new(1, 1.0, false)?;
-/// let input = LoraAdapterInput { name: "sql", tensors: &tensors, config: &config, digest: Digest::Compute };
+/// let input = LoraAdapterInput { name: "sql", tensors: &tensors, extras: &[], config: &config, digest: Digest::Compute };
 ///
 /// let staged = weights.stage(&input)?;
 /// let claim = weights.begin(Room::Slot(1))?;
@@ -88,17 +88,17 @@ impl Claim {
     /// As [`Staged::write`]; drop the claim then.
     pub fn write(&self, staged: &Staged<'_>) -> Result<()> {
         let weights = &self.weights;
-        let written = staged.write(weights.memory(), weights.slot_base(self.slot), weights.copy_stream());
+        let written = staged.write(weights.memory(), weights.slot_bases(self.slot), weights.copy_stream());
         weights.note(written)
     }
 
-    /// Copies bytes to an offset of the slot as they are, for a transfer that lays its slot out itself. Waits for the device.
+    /// Copies bytes to an offset of the slot's blocks as they are, for a transfer that lays its slot out itself. Waits for the device.
     ///
     /// # Errors
     /// [`Error::Region`] if they do not lie in the slot, or what the device says; drop the claim then.
     pub fn write_raw(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let weights = &self.weights;
-        let slot = Region { base: weights.slot_base(self.slot), len: weights.layout().slot_bytes() };
+        let slot = Region { base: weights.slot_bases(self.slot).blocks, len: weights.layout().slot_bytes() };
         let place = slot.part("slot bytes", offset, bytes.len() as u64)?;
         let written = weights.memory().copy_h2d(place.base, bytes, weights.copy_stream());
         weights.note(written.and_then(|()| weights.memory().synchronize(weights.copy_stream())))
@@ -118,17 +118,14 @@ impl Claim {
         arrival: Arrival,
     ) -> Result<Published> {
         crate::identity::check_adapter_name(name)?;
-        let cells = staged.cells(self.weights.slot_base(self.slot));
+        let mut resident = Resident::new(name, config.clone());
+        resident.content = staged.content().clone();
+        let cells = self.weights.cells_of(&resident, self.slot);
         self.has_zero_cells = false;
         self.weights.refresh_slot_tables(self.slot, &cells)?;
-        let pairs = cells
-            .ranks
-            .iter()
-            .zip(&cells.scales)
-            .map(|(&rank, &scale)| (rank > 0).then_some(SitePair { rank: rank as usize, scale }));
-        let mut resident = Resident::new(name, config.clone());
-        resident.pairs = pairs.collect();
-        resident.nbytes = staged.report().num_bytes;
+        if let Some(rows) = staged.overlay_raw().filter(|_| arrival == Arrival::Startup) {
+            self.weights.keep_overlay_raw(&resident, rows);
+        }
         if let Some(cache_id) = staged.cache_id() {
             resident.set_cache_id(cache_id);
         }

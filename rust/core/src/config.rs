@@ -202,6 +202,8 @@ pub struct PeftAdapterConfig {
     pub rank_pattern: Vec<(String, usize)>,
     /// Alphas by module pattern, in the file's order.
     pub alpha_pattern: Vec<(String, f64)>,
+    /// The tokens that switch the adapter on (aLoRA); empty for one that is always on.
+    pub alora_invocation_tokens: Vec<u32>,
 }
 
 impl PeftAdapterConfig {
@@ -210,7 +212,14 @@ impl PeftAdapterConfig {
     /// # Errors
     /// [`Error::AdapterConfig`] if `r` is 0 or `lora_alpha` is not finite.
     pub fn new(r: usize, lora_alpha: f64, use_rslora: bool) -> Result<Self, Error> {
-        let config = Self { r, lora_alpha, use_rslora, rank_pattern: Vec::new(), alpha_pattern: Vec::new() };
+        let config = Self {
+            r,
+            lora_alpha,
+            use_rslora,
+            rank_pattern: Vec::new(),
+            alpha_pattern: Vec::new(),
+            alora_invocation_tokens: Vec::new(),
+        };
         config.validate()?;
         Ok(config)
     }

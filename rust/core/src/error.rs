@@ -36,7 +36,7 @@ pub enum Error {
     AdapterValue {
         /// The site's module path.
         site: String,
-        /// `"A"` or `"B"`.
+        /// `"A"`, `"B"`, or the name of an [`ExtraPart`](crate::extras::ExtraPart).
         half: &'static str,
         /// Row-major index of the first such element.
         index: usize,
@@ -65,7 +65,7 @@ pub enum Error {
     AdapterShape {
         /// The site's module path.
         site: String,
-        /// `"A"` or `"B"`.
+        /// `"A"`, `"B"`, or the name of an [`ExtraPart`](crate::extras::ExtraPart).
         half: &'static str,
         /// Rows and columns of the tensor.
         found: (usize, usize),
@@ -84,6 +84,18 @@ pub enum Error {
         rank: usize,
         /// The pool's limit.
         max_rank: usize,
+    },
+
+    /// What an adapter holds beside its blocks does not fit a slot's place among the extras (`PoolError`).
+    #[error(
+        "the adapter needs {needed} bytes for what it holds beside A and B; found room for {room} in a slot; \
+         attach with extras_bytes={needed}"
+    )]
+    ExtrasRoom {
+        /// Bytes that it needs.
+        needed: u64,
+        /// Bytes of a slot's place.
+        room: u64,
     },
 
     /// No cache slot is free and none is idle (`PoolFullError`).

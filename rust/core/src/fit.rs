@@ -1,19 +1,76 @@
 //! Whether an adapter fits a pool: all that can be told before its bytes are read.
 
-use crate::error::{Error, Result};
-use crate::layout::Layout;
-use crate::source::{PairInput, Source, SourceData};
+use std::collections::HashSet;
 
-/// Checks all that can be said about the pairs without reading them.
-pub(crate) fn check(layout: &Layout, pairs: &[PairInput<'_>]) -> Result<()> {
-    if pairs.is_empty() {
-        return Err(Error::value("pairs of the adapter", 0, "at least one"));
+use crate::error::{Error, Result};
+use crate::extras::{ExtraInput, ExtraPart};
+use crate::layout::{Layout, Site, SiteKind};
+use crate::source::{PairInput, Source, SourceData, tensor_name};
+
+/// Checks all that can be said about the pairs and extras without reading them.
+pub(crate) fn check(layout: &Layout, pairs: &[PairInput<'_>], extras: &[ExtraInput<'_>]) -> Result<()> {
+    if pairs.is_empty() && extras.is_empty() {
+        return Err(Error::value("pairs of the adapter", 0, "at least one, or extras"));
     }
+    check_pairs(layout, pairs)?;
+    let mut named = HashSet::with_capacity(extras.len());
+    for extra in extras {
+        let site = site_at(layout, extra.site)?;
+        if !named.insert((extra.site, extra.part)) {
+            let found = format!("two of {} at {:?}", extra.part.name(), site.path);
+            return Err(Error::value("extras of one adapter", found, "one of each part a site"));
+        }
+        check_extra(site, extra)?;
+    }
+    Ok(())
+}
+
+fn check_extra(site: &Site, extra: &ExtraInput<'_>) -> Result<()> {
+    check_ids(site, extra)?;
+    let (placed, part) = (extra.placed(), extra.part.name());
+    let (found, expected) = ((placed.rows, placed.cols), extra.part.shape(site, extra.ids.len()));
+    if found != expected {
+        return Err(Error::AdapterShape { site: site.path.clone(), half: part, found, expected });
+    }
+    for source in [Some(&extra.source), extra.stored.as_ref()].into_iter().flatten() {
+        if let SourceData::Bytes(_) = source.data {
+            check_length(&site.path, part, source)?;
+        }
+    }
+    Ok(())
+}
+
+fn check_ids(site: &Site, extra: &ExtraInput<'_>) -> Result<()> {
+    if extra.part != ExtraPart::Rows {
+        if !extra.ids.is_empty() {
+            let found = format!("{} for the {} of {:?}", extra.ids.len(), extra.part.name(), site.path);
+            return Err(Error::value("ids", found, "none: only rows have ids"));
+        }
+        return Ok(());
+    }
+    if extra.ids.is_empty() {
+        return Err(Error::value("ids", format!("none for the rows of {:?}", site.path), "the token of each row"));
+    }
+    let num_tokens = if site.kind == SiteKind::Embedding { site.in_features } else { site.out_features };
+    let mut seen = HashSet::with_capacity(extra.ids.len());
+    for &id in extra.ids {
+        if id as usize >= num_tokens || !seen.insert(id) {
+            let found = format!("{id} at {:?}", site.path);
+            return Err(Error::value("ids of rows", found, format!("distinct tokens below {num_tokens}")));
+        }
+    }
+    Ok(())
+}
+
+fn site_at(layout: &Layout, site: usize) -> Result<&Site> {
+    let sites = layout.sites();
+    sites.get(site).ok_or_else(|| Error::value("site index", site, format!("below {}", sites.len())))
+}
+
+fn check_pairs(layout: &Layout, pairs: &[PairInput<'_>]) -> Result<()> {
     let mut is_named = vec![false; layout.sites().len()];
     for pair in pairs {
-        let Some(site) = layout.sites().get(pair.site) else {
-            return Err(Error::value("site index", pair.site, format!("below {}", layout.sites().len())));
-        };
+        let site = site_at(layout, pair.site)?;
         if std::mem::replace(&mut is_named[pair.site], true) {
             return Err(Error::value("pairs of one adapter", format!("two at {:?}", site.path), "one pair a site"));
         }
@@ -52,18 +109,4 @@ pub(crate) fn check_length(site: &str, half: &'static str, source: &Source<'_>) 
 
 fn file_error(site: &str, half: &str, found: String, needed: u64) -> Error {
     Error::AdapterFile { path: tensor_name(site, half), found, expected: format!("{needed} bytes") }
-}
-
-/// Names the tensor in an error about reading it.
-pub(crate) fn in_tensor(error: Error, site: &str, half: &str) -> Error {
-    match error {
-        Error::AdapterFile { found, expected, .. } => {
-            Error::AdapterFile { path: tensor_name(site, half), found, expected }
-        }
-        other => other,
-    }
-}
-
-fn tensor_name(site: &str, half: &str) -> String {
-    format!("{site}.lora_{half}.weight")
 }

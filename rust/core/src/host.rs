@@ -106,12 +106,14 @@ impl LoraWeights {
         spec: PoolSpec,
         wrap: impl FnOnce(OwnedHostMemory) -> Arc<M>,
     ) -> Result<Self> {
-        let (pool, tables) = spec.bytes()?;
-        let pool_len = pool.next_multiple_of(PAGE);
-        let memory = OwnedHostMemory::new(pool_len + tables)?;
+        let bytes = spec.bytes()?;
+        let extras_at = bytes.pool.next_multiple_of(PAGE);
+        let tables_at = extras_at + bytes.extras.next_multiple_of(PAGE);
+        let memory = OwnedHostMemory::new(tables_at + bytes.tables)?;
         let all = memory.region();
-        let pool = all.part("pool", 0, pool)?;
-        let tables = all.part("tables", pool_len, tables)?;
-        Self::new(spec, pool, tables, wrap(memory))
+        let pool = all.part("pool", 0, bytes.pool)?;
+        let extras = all.part("extras", extras_at, bytes.extras)?;
+        let tables = all.part("tables", tables_at, bytes.tables)?;
+        Self::new(spec, pool, (extras.len > 0).then_some(extras), tables, wrap(memory))
     }
 }

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use crate::config::PeftAdapterConfig;
 use crate::error::{Error, Result};
+use crate::extras::ExtraInput;
 use crate::layout::Dtype;
 use crate::source::Source;
 
@@ -109,7 +110,48 @@ impl FromStr for CacheId {
     }
 }
 
-/// Computes a [`CacheId`] from an adapter's content, pair by pair in the order of the sites' paths.
+/// What a row of a batch computes with, as a key for caches of what it computed.
+///
+/// `members` are the row's adapters and their weights, in request order; `start` is the first token that they serve, if not
+/// the first of all. A row of one adapter at weight 1 from the start has that adapter's id, a row of none the base's.
+///
+/// # Examples
+/// ```
+/// use hotslot_core::identity::{CacheId, row_cache_id};
+///
+/// let sql: CacheId = format!("hs1:{}", "5".repeat(64)).parse()?;
+/// assert_eq!(row_cache_id(&[], None), CacheId::BASE);
+/// assert_eq!(row_cache_id(&[(sql, 1.0)], None), sql);
+/// assert_ne!(row_cache_id(&[(sql, 1.0)], Some(7)), sql);
+/// # Ok::<(), hotslot_core::Error>(())
+/// ```
+#[must_use]
+pub fn row_cache_id(members: &[(CacheId, f32)], start: Option<u64>) -> CacheId {
+    match (members, start) {
+        ([], _) => return CacheId::BASE,
+        ([(id, weight)], None) if weight.to_bits() == 1_f32.to_bits() => return *id,
+        _ => {}
+    }
+    let mut hasher = blake3::Hasher::new();
+    field(&mut hasher, b"hotslot row cache id 1");
+    let (is_late, start) = start.map_or((0, 0), |start| (1, start));
+    field(&mut hasher, &[is_late]);
+    field(&mut hasher, &start.to_le_bytes());
+    for (id, weight) in members {
+        field(&mut hasher, id.to_string().as_bytes());
+        field(&mut hasher, &weight.to_bits().to_le_bytes());
+    }
+    CacheId(Some(*hasher.finalize().as_bytes()))
+}
+
+/// Adds `bytes`, framed by their length.
+fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
+    hasher.update(&(bytes.len() as u64).to_le_bytes());
+    hasher.update(bytes);
+}
+
+/// Computes a [`CacheId`] from an adapter's content: pair by pair in the order of the sites' paths, then extra by extra in that
+/// of paths and parts.
 ///
 /// Every field is framed by its length, so that no two contents feed the same bytes. A tensor enters as the digest of its
 /// bytes: hashed on its own, it is hashed by vectors.
@@ -127,6 +169,11 @@ impl CacheIdHasher {
         this.field(b"hotslot cache id 1");
         this.field(pool_dtype.name().as_bytes());
         this.field(&config.scaling().to_bits().to_le_bytes());
+        if !config.alora_invocation_tokens.is_empty() {
+            // No module's path has a blank in it.
+            this.field(b"alora invocation tokens");
+            this.ids(&config.alora_invocation_tokens);
+        }
         this
     }
 
@@ -154,6 +201,18 @@ impl CacheIdHasher {
         self.tensor.reset();
     }
 
+    /// Ends an extra of the site at `path`, of whose source all bytes were added.
+    pub fn extra(&mut self, path: &str, extra: &ExtraInput<'_>) {
+        self.field(path.as_bytes());
+        self.half(extra.part.name(), &extra.source);
+        self.ids(extra.ids);
+    }
+
+    fn ids(&mut self, ids: &[u32]) {
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        self.field(&bytes);
+    }
+
     /// The id of all that was added.
     #[must_use]
     pub fn finish(self) -> CacheId {
@@ -161,7 +220,6 @@ impl CacheIdHasher {
     }
 
     fn field(&mut self, bytes: &[u8]) {
-        self.content.update(&(bytes.len() as u64).to_le_bytes());
-        self.content.update(bytes);
+        field(&mut self.content, bytes);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::adapter::{AdapterSlot, LoraLayerWeights, LoraPair, OverlayRawSlot};
+use crate::adapter::{AdapterSlot, LoraLayerWeights, LoraPair};
 use crate::directory::Directory;
 use crate::error::{Error, Result};
 use crate::identity::CacheId;
@@ -71,7 +71,7 @@ pub struct SlotInfo {
     pub generation: u64,
     /// The adapter's highest rank.
     pub rank: usize,
-    /// Bytes that the adapter uses of the slot.
+    /// Bytes that the adapter uses of the slot and of its place among the extras.
     pub nbytes: u64,
     /// Whether promotions leave the slot alone.
     pub pinned: bool,
@@ -116,8 +116,8 @@ impl LoraWeights {
         let word = self.registry().slots().get(slot)?.word();
         let directory = self.registry().directory();
         let resident = directory.entry(slot).filter(|_| word.is_acquirable())?.resident.as_ref()?;
-        let pair = (*resident.pairs.get(site)?)?;
-        Some(pair.at(self.layout(), self.slot_base(slot), site))
+        let pair = (*resident.content.pairs.get(site)?)?;
+        Some(pair.at(self.layout(), self.slot_bases(slot), site))
     }
 
     fn info(&self, directory: &Directory, slot: usize, word: Word) -> SlotInfo {
@@ -133,7 +133,7 @@ impl LoraWeights {
             last_used: self.slot_last_used(slot),
             generation: if resident.is_some() { entry.generation } else { 0 },
             rank: resident.map_or(0, |resident| resident.rank()),
-            nbytes: resident.map_or(0, |resident| resident.nbytes),
+            nbytes: resident.map_or(0, |resident| resident.content.nbytes),
             pinned: entry.pinned,
             cache_id: resident.and_then(|resident| resident.cache_id()),
         }
@@ -154,7 +154,7 @@ impl LoraWeights {
             Some((entry, resident)) => AdapterSlot {
                 name: resident.name.to_string(),
                 adapter_config: Some(resident.config.clone()),
-                layers: resident.layers(self.layout(), self.slot_base(slot), layers),
+                layers: resident.layers(self.layout(), self.slot_bases(slot), layers),
                 generation: entry.generation,
             },
             None => AdapterSlot {
@@ -216,28 +216,22 @@ impl LoraWeights {
         self.registry().look(|directory| directory.entry(slot).is_some_and(|entry| entry.pinned))
     }
 
-    /// Bytes of the pool.
+    /// Bytes of the pool, extras not among them.
     #[must_use]
     pub fn pool_bytes(&self) -> u64 {
         self.pool().len
     }
 
-    /// The memory of what is neither A nor B; this pool has none.
+    /// The memory of what is neither A nor B, and of floating pairs, if there is any. See [`extras`](crate::extras).
     #[must_use]
     pub fn expert_pool(&self) -> Option<Region> {
-        None
+        self.extras()
     }
 
     /// Bytes of [`expert_pool`](Self::expert_pool).
     #[must_use]
     pub fn expert_pool_bytes(&self) -> u64 {
-        0
-    }
-
-    /// The raw token rows of the startup adapters; this pool keeps none.
-    #[must_use]
-    pub fn overlay_raw(&self) -> Vec<Option<OverlayRawSlot>> {
-        vec![None; self.pinned()]
+        self.extras().map_or(0, |extras| extras.len)
     }
 
     /// The address of the `[max_loras]` f32 table of adapter-wide scalings.

@@ -1,5 +1,6 @@
 //! A check that words, directory and tables tell one story. For tests, and for those who suspect their memory.
 
+use crate::adapter::Resident;
 use crate::directory::{Directory, Entry};
 use crate::error::{Error, Result};
 use crate::slot::Word;
@@ -63,6 +64,8 @@ impl LoraWeights {
             let scale = f32::from_ne_bytes(self.read_cell(tables.site_scales(site), slot)?);
             let rank = i32::from_ne_bytes(self.read_cell(tables.site_ranks(site), slot)?);
             cells.set_pair(site, a, b, scale, rank);
+            cells.set_gain(site, u64::from_ne_bytes(self.read_cell(tables.gain_table(site), slot)?));
+            cells.set_bias(site, u64::from_ne_bytes(self.read_cell(tables.bias_table(site), slot)?));
         }
         cells.set_scaling(f32::from_ne_bytes(self.read_cell(tables.scale_table(), slot)?));
         Ok(cells)
@@ -92,16 +95,14 @@ impl LoraWeights {
     }
 
     fn expected_cells(&self, entry: &Entry, slot: usize) -> SlotCells {
-        let mut cells = SlotCells::empty(self.layout().sites().len());
-        let Some(resident) = &entry.resident else { return cells };
-        for (site, pair) in resident.pairs.iter().enumerate() {
-            if let Some(pair) = pair {
-                let place = pair.at(self.layout(), self.slot_base(slot), site);
-                cells.set_pair(site, place.a, place.b, place.scale, place.rank as i32);
-            }
+        match &entry.resident {
+            Some(resident) => self.cells_of(resident, slot),
+            None => SlotCells::empty(self.layout().sites().len()),
         }
-        cells.set_scaling(resident.config.scaling() as f32);
-        cells
+    }
+
+    pub(crate) fn cells_of(&self, resident: &Resident, slot: usize) -> SlotCells {
+        resident.content.cells(self.layout(), self.slot_bases(slot), resident.config.scaling() as f32)
     }
 }
 

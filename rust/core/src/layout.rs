@@ -7,6 +7,10 @@
 //! A [rank, in]   row stride padded(in)      block: max_rank * padded(in)
 //! B [out, rank]  row stride padded(rank)    block: out * padded(max_rank)
 //! ```
+//!
+//! Sites that few adapters touch, or that would make every slot large, float: they have no blocks here. Their pairs lie in the
+//! slot's place in a second allocation, each as large as it is, beside all that is neither A nor B (see
+//! [`extras`](crate::extras)).
 
 use std::collections::HashSet;
 
@@ -109,6 +113,12 @@ impl SiteKind {
             .find(|kind| kind.name() == name)
             .ok_or_else(|| Error::value("site kind", name, "linear, conv1d, embedding, router or expert"))
     }
+
+    /// Whether sites of this kind always float.
+    #[must_use]
+    pub const fn floats(self) -> bool {
+        matches!(self, Self::Embedding | Self::Router | Self::Expert)
+    }
 }
 
 /// A layer that takes adapters. Its full module path is its key.
@@ -126,16 +136,24 @@ pub struct Site {
     pub layer: Option<usize>,
     /// Module, derived from the path.
     pub module: Option<LoraModule>,
+    /// Whether the site has no block in a slot: its pairs lie among the extras.
+    pub floating: bool,
 }
 
 impl Site {
-    /// A site at `path`; its layer and module follow from the path.
+    /// A site at `path`; its layer and module follow from the path. It floats if its kind always does.
     #[must_use]
     pub fn new(path: impl Into<String>, kind: SiteKind, in_features: usize, out_features: usize) -> Self {
         let path = path.into();
         let layer = layer_of_path(&path);
         let module = LoraModule::of_path(&path).map(|(_, module)| module);
-        Self { path, kind, in_features, out_features, layer, module }
+        Self { path, kind, in_features, out_features, layer, module, floating: kind.floats() }
+    }
+
+    /// The same site without a block in a slot.
+    #[must_use]
+    pub fn float(self) -> Self {
+        Self { floating: true, ..self }
     }
 
     /// A linear site at `path`.
@@ -145,7 +163,16 @@ impl Site {
     }
 }
 
-/// Byte offsets of a site's blocks from the start of a slot.
+/// Where what a slot holds begins: its blocks, and its place among the extras.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlotBases {
+    /// Address of its blocks.
+    pub blocks: u64,
+    /// Address of its place among the extras; 0 if the pool has none.
+    pub extras: u64,
+}
+
+/// Byte offsets of a pair's blocks from the start of a slot, or of a place among the extras.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SiteOffsets {
     /// Of A.
@@ -162,21 +189,22 @@ pub struct SiteOffsets {
 ///
 /// let sites = vec![Site::linear("model.layers.0.self_attn.q_proj", 576, 576)];
 /// let layout = Layout::new(sites, 16, Dtype::Bf16)?;
-/// assert_eq!(layout.offsets(0).b, 16 * 576 * 2);
+/// assert_eq!(layout.offsets(0).map(|offsets| offsets.b), Some(16 * 576 * 2));
 /// assert_eq!(layout.slot_bytes(), 2 * 16 * 576 * 2);
 /// # Ok::<(), hotslot_core::error::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Layout {
     sites: Vec<Site>,
-    offsets: Vec<SiteOffsets>,
+    offsets: Vec<Option<SiteOffsets>>,
     slot_bytes: u64,
+    extras_bytes: u64,
     max_rank: usize,
     dtype: Dtype,
 }
 
 impl Layout {
-    /// Lays out `sites` for adapters of up to `max_rank`.
+    /// Lays out `sites` for adapters of up to `max_rank`, without room for extras.
     ///
     /// # Errors
     /// [`Error::Value`] if there are no sites, if two have one path, if `max_rank` or a feature count is 0, or if a slot would
@@ -198,20 +226,31 @@ impl Layout {
             if site.in_features == 0 || site.out_features == 0 {
                 return Err(Error::value("features of a site", &site.path, "in and out features of at least 1"));
             }
+            if site.floating {
+                offsets.push(None);
+                continue;
+            }
             let too_big = || Error::value("bytes of a slot, at site", &site.path, "less than 2^63");
-            let block = |rows: usize, stride: usize| {
-                let bytes = (rows as u64).checked_mul(stride as u64)?.checked_mul(dtype.size() as u64)?;
-                bytes.checked_next_multiple_of(BLOCK_ALIGN)
-            };
-            let stride = |n: usize| n.checked_next_multiple_of(ROW_ALIGN);
-            let a_bytes = stride(site.in_features).and_then(|stride| block(max_rank, stride));
-            let b_bytes = stride(max_rank).and_then(|stride| block(site.out_features, stride));
+            let a_bytes = block_bytes(max_rank, site.in_features, dtype);
+            let b_bytes = block_bytes(site.out_features, max_rank, dtype);
             let a = end;
             let b = a_bytes.and_then(|bytes| a.checked_add(bytes)).ok_or_else(too_big)?;
             end = b_bytes.and_then(|bytes| b.checked_add(bytes)).filter(|&end| end < 1 << 63).ok_or_else(too_big)?;
-            offsets.push(SiteOffsets { a, b });
+            offsets.push(Some(SiteOffsets { a, b }));
         }
-        Ok(Self { sites, offsets, slot_bytes: end, max_rank, dtype })
+        Ok(Self { sites, offsets, slot_bytes: end, extras_bytes: 0, max_rank, dtype })
+    }
+
+    /// The same layout with a place of at least `bytes` among the extras for each slot.
+    ///
+    /// # Errors
+    /// [`Error::Value`] if the place would not fit the address space.
+    pub fn with_extras(self, bytes: u64) -> Result<Self, Error> {
+        let extras_bytes = bytes
+            .checked_next_multiple_of(BLOCK_ALIGN)
+            .filter(|&bytes| bytes < 1 << 63)
+            .ok_or_else(|| Error::value("extras_bytes", bytes, "less than 2^63"))?;
+        Ok(Self { extras_bytes, ..self })
     }
 
     /// The sites, in the order of their blocks.
@@ -226,25 +265,31 @@ impl Layout {
         self.sites.iter().position(|site| site.path == path)
     }
 
-    /// The offsets of a site's blocks in a slot.
+    /// The offsets of a site's blocks in a slot; `None` for a floating one, which has none.
     ///
     /// # Panics
     /// If there is no such site.
     #[must_use]
-    pub fn offsets(&self, site: usize) -> SiteOffsets {
+    pub fn offsets(&self, site: usize) -> Option<SiteOffsets> {
         self.offsets[site]
     }
 
     /// The offsets of all sites' blocks in a slot.
     #[must_use]
-    pub fn all_offsets(&self) -> &[SiteOffsets] {
+    pub fn all_offsets(&self) -> &[Option<SiteOffsets>] {
         &self.offsets
     }
 
-    /// Bytes of one slot.
+    /// Bytes of one slot's blocks; 0 if all sites float.
     #[must_use]
     pub const fn slot_bytes(&self) -> u64 {
         self.slot_bytes
+    }
+
+    /// Bytes of one slot's place among the extras, a multiple of [`BLOCK_ALIGN`]; 0 for a pool that has none.
+    #[must_use]
+    pub const fn extras_bytes(&self) -> u64 {
+        self.extras_bytes
     }
 
     /// Bytes of a pool of `max_loras` slots.
@@ -252,10 +297,22 @@ impl Layout {
     /// # Errors
     /// [`Error::Value`] if there are no slots, or if they would not fit the address space.
     pub fn pool_bytes(&self, max_loras: usize) -> Result<u64, Error> {
+        Self::times(self.slot_bytes, max_loras)
+    }
+
+    /// Bytes of the extras of `max_loras` slots.
+    ///
+    /// # Errors
+    /// As [`pool_bytes`](Self::pool_bytes).
+    pub fn all_extras_bytes(&self, max_loras: usize) -> Result<u64, Error> {
+        Self::times(self.extras_bytes, max_loras)
+    }
+
+    fn times(bytes: u64, max_loras: usize) -> Result<u64, Error> {
         if max_loras == 0 {
             return Err(Error::value("max_loras", 0, "at least 1"));
         }
-        self.slot_bytes
+        bytes
             .checked_mul(max_loras as u64)
             .filter(|&bytes| bytes < 1 << 63)
             .ok_or_else(|| Error::value("max_loras", max_loras, "a pool of less than 2^63 bytes"))
@@ -274,11 +331,18 @@ impl Layout {
     }
 }
 
-/// Byte offsets of each site's A and B from the start of a slot.
+/// Bytes of `rows` rows of `cols` elements with their pads, up to where the next block may begin.
+pub(crate) fn block_bytes(rows: usize, cols: usize, dtype: Dtype) -> Option<u64> {
+    let stride = cols.checked_next_multiple_of(ROW_ALIGN)? as u64;
+    let bytes = (rows as u64).checked_mul(stride)?.checked_mul(dtype.size() as u64)?;
+    bytes.checked_next_multiple_of(BLOCK_ALIGN)
+}
+
+/// Byte offsets of each site's A and B from the start of a slot; `None` for a floating site.
 ///
 /// # Errors
 /// As [`Layout::new`].
-pub fn module_slot_offsets(sites: &[Site], max_rank: usize, dtype: Dtype) -> Result<Vec<SiteOffsets>, Error> {
+pub fn module_slot_offsets(sites: &[Site], max_rank: usize, dtype: Dtype) -> Result<Vec<Option<SiteOffsets>>, Error> {
     Ok(Layout::new(sites.to_vec(), max_rank, dtype)?.offsets)
 }
 

@@ -12,8 +12,8 @@
 //! // 1. Which layers take adapters, and what the pool will cost.
 //! let sites = vec![Site::linear("model.layers.0.self_attn.q_proj", 16, 8)];
 //! let spec = PoolSpec { pinned: 1, ..PoolSpec::new(sites, 3, 4) };
-//! let (pool_bytes, table_bytes) = spec.bytes()?;
-//! assert!(pool_bytes > table_bytes);
+//! let bytes = spec.bytes()?;
+//! assert!(bytes.pool > bytes.tables && bytes.extras == 0);
 //!
 //! // 2. A pool. `on_host` allocates; `new` takes memory that someone else owns.
 //! let weights = LoraWeights::on_host(spec)?;
@@ -28,7 +28,7 @@
 //!     b: Source::in_memory(&b, SourceDtype::F32, 8, 2),
 //! }];
 //! let config = PeftAdapterConfig::new(2, 1.0, false)?;
-//! let input = |name| LoraAdapterInput { name, tensors: &tensors, config: &config, digest: Digest::Compute };
+//! let input = |name| LoraAdapterInput { name, tensors: &tensors, extras: &[], config: &config, digest: Digest::Compute };
 //! weights.pack_slot(0, &input("sql"))?;
 //! let loaded = weights.promote(&input("poet"), weights.stage(&input("poet"))?, false)?;
 //! assert_eq!((loaded.slot, loaded.evicted), (1, None));
@@ -60,6 +60,7 @@
 //! | [`slot`], [`directory`], [`lru`], [`selector`] | a slot's word, the names, the victims, the three kinds of -1 |
 //! | [`module`], [`config`], [`layout`], [`tables`] | the model's layers, and where each lies in a slot and in the tables |
 //! | [`source`], [`pack`], [`identity`] | adapters on their way in, checked and digested |
+//! | [`content`], [`extras`], [`overlay`] | what a slot's adapter holds: pairs, and what is neither A nor B |
 //! | [`memory`], [`host`] | devices: a trait, and the host |
 //! | [`kernels`] | the formula |
 //! | [`adapters`] | what a server sees of a model |
@@ -83,9 +84,11 @@ pub mod adapter;
 pub mod adapters;
 pub mod claim;
 pub mod config;
+pub mod content;
 mod convert;
 pub mod directory;
 pub mod error;
+pub mod extras;
 mod fit;
 pub mod host;
 pub mod identity;
@@ -97,6 +100,7 @@ pub mod load;
 pub mod lru;
 pub mod memory;
 pub mod module;
+pub mod overlay;
 pub mod pack;
 pub mod prelude;
 pub mod registry;

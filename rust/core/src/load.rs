@@ -4,6 +4,7 @@ use crate::adapter::LoraAdapterInput;
 use crate::claim::Claim;
 use crate::error::{Error, Result};
 use crate::identity::{CacheId, check_adapter_name};
+use crate::overlay::OverlayRawSlot;
 use crate::pack::{PackReport, Staged};
 use crate::sync::lock;
 use crate::weights::LoraWeights;
@@ -43,7 +44,7 @@ impl LoraWeights {
     pub fn stage<'a>(&self, input: &LoraAdapterInput<'a>) -> Result<Staged<'a>> {
         check_adapter_name(input.name)?;
         let staging = lock(self.staging()).pop().unwrap_or_default();
-        Staged::read(self.layout(), input.config, input.tensors, input.digest, staging)
+        Staged::read(self.layout(), input.config, input.tensors, input.extras, input.digest, staging)
     }
 
     /// Gives the host memory of a load back for the next one.
@@ -63,12 +64,14 @@ impl LoraWeights {
         Claim::begin(self, room)
     }
 
-    /// Loads a startup adapter. The first of a name has generation 0.
+    /// Loads a startup adapter. The first of a name has generation 0. Its token rows are kept for
+    /// [`overlay_raw`](Self::overlay_raw) too.
     ///
     /// # Errors
     /// As [`stage`](Self::stage) and [`begin`](Self::begin).
     pub fn pack_slot(&self, slot: usize, input: &LoraAdapterInput<'_>) -> Result<Loaded> {
-        let staged = self.stage(input)?;
+        let mut staged = self.stage(input)?;
+        staged.set_overlay_raw(OverlayRawSlot::read(self.layout(), input.extras)?);
         self.load(self.begin(Room::Slot(slot))?, input, staged, Arrival::Startup)
     }
 

@@ -144,6 +144,23 @@ impl LoraModule {
     }
 }
 
+/// The expert and the module that the full path of a projection of a routed expert names.
+///
+/// # Examples
+/// ```
+/// use hotslot_core::module::{LoraModule, expert_of_path};
+///
+/// assert_eq!(expert_of_path("model.layers.2.mlp.experts.4.up_proj"), Some((4, LoraModule::UpProj)));
+/// assert_eq!(expert_of_path("model.layers.2.mlp.up_proj"), None);
+/// ```
+#[must_use]
+pub fn expert_of_path(path: &str) -> Option<(usize, LoraModule)> {
+    let mut parts = path.rsplit('.');
+    let module = LoraModule::from_peft_name(parts.next()?)?;
+    let expert = parts.next()?.parse().ok()?;
+    (parts.next()? == "experts").then_some((expert, module))
+}
+
 /// The decoder layer that a full module path lies in: the number after the first `layers` (or GPT-2's `h`) of the text model.
 ///
 /// # Examples

@@ -5,16 +5,20 @@
 //! verified before (its digest is known) and needs no conversion is not staged but copied from where it is, straight into place.
 
 use std::fs::File;
+use std::ops::Range;
+use std::sync::Arc;
 
 use crate::config::PeftAdapterConfig;
+use crate::content::{Content, SitePair};
 use crate::convert::{convert, element, first_bad};
 use crate::error::{Error, Result};
-use crate::fit::{check, check_length, in_tensor};
+use crate::extras::{Cursor, Extra, ExtraInput};
+use crate::fit::{check, check_length};
 use crate::identity::{CacheId, CacheIdHasher, Digest};
-use crate::layout::{BLOCK_ALIGN, Layout, padded};
+use crate::layout::{BLOCK_ALIGN, Dtype, Layout, SlotBases, padded};
 use crate::memory::{DeviceMemory, Stream};
-use crate::source::{HostBuffer, OpenedFiles, Source, SourceData};
-use crate::tables::SlotCells;
+use crate::overlay::OverlayRawSlot;
+use crate::source::{HostBuffer, OpenedFiles, Source, SourceData, in_tensor};
 
 pub use crate::source::PairInput;
 
@@ -33,7 +37,9 @@ pub struct Staging {
 pub struct PackReport {
     /// Pairs loaded.
     pub num_pairs: usize,
-    /// Bytes of the slot that they take.
+    /// Extras loaded.
+    pub num_extras: usize,
+    /// Bytes of the slot and of its place among the extras that they take.
     pub num_bytes: u64,
     /// Elements that the pool's dtype could not hold exactly; they were rounded to nearest even.
     pub num_rounded: usize,
@@ -61,7 +67,7 @@ pub struct PackReport {
 ///     b: Source::in_memory(&b, SourceDtype::F32, 4, 1),
 /// };
 /// let config = PeftAdapterConfig::new(1, 2.0, false)?;
-/// let staged = Staged::read(&layout, &config, &[pair], Digest::Compute, Staging::default())?;
+/// let staged = Staged::read(&layout, &config, &[pair], &[], Digest::Compute, Staging::default())?;
 /// assert_eq!(staged.report().num_pairs, 1);
 /// # Ok::<(), hotslot_core::error::Error>(())
 /// ```
@@ -69,27 +75,35 @@ pub struct PackReport {
 pub struct Staged<'a> {
     staging: Staging,
     runs: Vec<Run<'a>>,
-    blocks: Vec<PairBlocks>,
-    num_sites: usize,
-    scaling: f32,
+    content: Content,
     cache_id: Option<CacheId>,
+    overlay_raw: Option<Arc<OverlayRawSlot>>,
     report: PackReport,
     files: OpenedFiles<'a>,
 }
 
-/// Where a pair goes, relative to its slot, and what its cells say.
-#[derive(Clone, Copy, Debug)]
-struct PairBlocks {
-    site: usize,
-    a: u64,
-    b: u64,
-    scale: f32,
-    rank: i32,
+/// Where offsets count from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Base {
+    /// The slot's blocks.
+    Blocks,
+    /// The slot's place among the extras.
+    Extras,
+}
+
+impl Base {
+    fn address(self, bases: SlotBases) -> u64 {
+        match self {
+            Self::Blocks => bases.blocks,
+            Self::Extras => bases.extras,
+        }
+    }
 }
 
 /// One copy into the slot.
 #[derive(Clone, Copy, Debug)]
 struct Run<'a> {
+    base: Base,
     dst: u64,
     len: u64,
     from: RunSource<'a>,
@@ -109,28 +123,33 @@ impl<'a> Staged<'a> {
     /// Reads and checks an adapter. Nothing of the pool is touched.
     ///
     /// With [`Digest::Known`], the content is taken to be that which had this id when it was read before, under the same file
-    /// identity: it is not hashed again, and what needs no conversion is not read again before [`write`](Self::write).
+    /// identity: it is not hashed again, and what needs no conversion is not read again before [`write`](Self::write). What was
+    /// derived from content ([`ExtraInput::stored`]) is checked all the same.
     ///
     /// Memory that is passed as a source must not change meanwhile.
     ///
     /// # Errors
-    /// [`Error::Rank`] or [`Error::AdapterShape`] for a pair that does not fit its site, [`Error::AdapterFile`] for bytes that
-    /// are missing or a file that changed meanwhile, [`Error::AdapterValue`] for NaN, infinity, or what would become infinite in the pool's dtype,
-    /// [`Error::AdapterConfig`] for a scale that is not finite, [`Error::Value`] for no pairs or a site that is unknown or named twice.
+    /// [`Error::Rank`] or [`Error::AdapterShape`] for what does not fit its site, [`Error::ExtrasRoom`] for more extras than there is room for,
+    /// [`Error::AdapterFile`] for bytes that are missing or a file that changed meanwhile, [`Error::AdapterValue`] for NaN, infinity, or what would
+    /// become infinite in the element type that it is stored in, [`Error::AdapterConfig`] for a scale that is not finite, [`Error::Value`] for no pairs
+    /// and no extras, a site that is unknown or named twice, or ids that make no sense.
     pub fn read(
         layout: &Layout,
         config: &PeftAdapterConfig,
         pairs: &[PairInput<'a>],
+        extras: &[ExtraInput<'a>],
         digest: Digest,
         staging: Staging,
     ) -> Result<Self> {
-        check(layout, pairs)?;
-        let files = OpenedFiles::of(pairs)?;
-        let mut plan = Plan::new(layout, pairs, matches!(digest, Digest::Known(_)))?;
+        check(layout, pairs, extras)?;
+        let files = OpenedFiles::of(pairs, extras)?;
+        let mut plan = Plan::new(layout, pairs, extras, matches!(digest, Digest::Known(_)))?;
         let Staging { mut raw, mut image } = staging;
         let target = image.take(plan.image_bytes);
         let mut hasher = (digest == Digest::Compute).then(|| CacheIdHasher::new(layout.dtype(), config));
-        plan.blocks.sort_by_key(|(pair, _)| &layout.sites()[pair.site].path);
+        let path_of = |site: usize| layout.sites()[site].path.as_str();
+        plan.blocks.sort_by_key(|(pair, _)| path_of(pair.site));
+        plan.extras.sort_by_key(|(extra, _)| (path_of(extra.site), extra.part));
         for (pair, images) in &plan.blocks {
             let site = &layout.sites()[pair.site].path;
             if let Some(hasher) = &mut hasher {
@@ -138,7 +157,7 @@ impl<'a> Staged<'a> {
             }
             for ((half, source), image) in pair.halves().into_iter().zip(images) {
                 if let Some(image) = image {
-                    let mut tensor = Tensor { layout, site, half, source, raw: &mut raw };
+                    let mut tensor = Tensor { to: layout.dtype(), site, half, source, raw: &mut raw };
                     plan.report.num_rounded += tensor.stage(&mut target[image.clone()], hasher.as_mut())?;
                 }
                 if let Some(hasher) = &mut hasher {
@@ -146,30 +165,44 @@ impl<'a> Staged<'a> {
                 }
             }
         }
+        for (extra, image) in &plan.extras {
+            let site = path_of(extra.site);
+            let (to, half) = (extra.part.dtype(layout.dtype()), extra.part.name());
+            if let Some(image) = image {
+                let mut tensor = Tensor { to, site, half, source: extra.placed(), raw: &mut raw };
+                let hashed = hasher.as_mut().filter(|_| extra.stored.is_none());
+                plan.report.num_rounded += tensor.stage(&mut target[image.clone()], hashed)?;
+            }
+            if let Some(hasher) = &mut hasher {
+                if extra.stored.is_some() {
+                    hash(hasher, &extra.source, &mut raw).map_err(|error| in_tensor(error, site, half))?;
+                }
+                hasher.extra(site, extra);
+            }
+        }
         files.check_unchanged()?;
         Ok(Self {
             staging: Staging { raw, image },
             runs: plan.runs,
-            blocks: plan.cells,
-            num_sites: layout.sites().len(),
-            scaling: config.scaling() as f32,
+            content: plan.content,
             cache_id: match digest {
                 Digest::Known(cache_id) => Some(cache_id),
                 Digest::Compute | Digest::Later => hasher.map(CacheIdHasher::finish),
             },
+            overlay_raw: None,
             report: plan.report,
             files,
         })
     }
 
-    /// Writes every byte of the slot at address `slot_base` that a kernel may read, and waits. Tables are not touched.
+    /// Writes every byte of the slot at `bases` that a kernel may read, and waits. Tables are not touched.
     ///
     /// # Errors
     /// What the device says, or [`Error::AdapterFile`] if a file that was not staged has changed since. The slot is then to
     /// be treated as holding nothing.
-    pub fn write(&self, memory: &dyn DeviceMemory, slot_base: u64, stream: Stream) -> Result<()> {
+    pub fn write(&self, memory: &dyn DeviceMemory, bases: SlotBases, stream: Stream) -> Result<()> {
         for run in &self.runs {
-            let dst = slot_base + run.dst;
+            let dst = run.base.address(bases) + run.dst;
             match run.from {
                 RunSource::Image(at) => {
                     memory.copy_h2d(dst, &self.staging.image.as_slice()[at..at + run.len as usize], stream)?;
@@ -186,15 +219,18 @@ impl<'a> Staged<'a> {
         if is_direct { self.files.check_unchanged() } else { Ok(()) }
     }
 
-    /// The cells that the slot at address `slot_base` has once it holds this adapter.
+    /// What a slot holds once this was written into it.
     #[must_use]
-    pub fn cells(&self, slot_base: u64) -> SlotCells {
-        let mut cells = SlotCells::empty(self.num_sites);
-        for block in &self.blocks {
-            cells.set_pair(block.site, slot_base + block.a, slot_base + block.b, block.scale, block.rank);
-        }
-        cells.set_scaling(self.scaling);
-        cells
+    pub const fn content(&self) -> &Content {
+        &self.content
+    }
+
+    pub(crate) fn set_overlay_raw(&mut self, rows: Option<OverlayRawSlot>) {
+        self.overlay_raw = rows.map(Arc::new);
+    }
+
+    pub(crate) fn overlay_raw(&self) -> Option<Arc<OverlayRawSlot>> {
+        self.overlay_raw.clone()
     }
 
     /// The id of the content; `None` under [`Digest::Later`].
@@ -226,82 +262,140 @@ impl<'a> Staged<'a> {
 ///
 /// # Errors
 /// As [`Staged::read`], but for the values, which are not looked at.
-pub fn content_id(layout: &Layout, config: &PeftAdapterConfig, pairs: &[PairInput<'_>]) -> Result<CacheId> {
-    check(layout, pairs)?;
-    let files = OpenedFiles::of(pairs)?;
+pub fn content_id(
+    layout: &Layout,
+    config: &PeftAdapterConfig,
+    pairs: &[PairInput<'_>],
+    extras: &[ExtraInput<'_>],
+) -> Result<CacheId> {
+    check(layout, pairs, extras)?;
+    let files = OpenedFiles::of(pairs, extras)?;
+    let path_of = |site: usize| layout.sites()[site].path.as_str();
     let mut in_order: Vec<_> = pairs.iter().collect();
-    in_order.sort_by_key(|pair| &layout.sites()[pair.site].path);
+    in_order.sort_by_key(|pair| path_of(pair.site));
+    let mut extras: Vec<_> = extras.iter().collect();
+    extras.sort_by_key(|extra| (path_of(extra.site), extra.part));
     let mut hasher = CacheIdHasher::new(layout.dtype(), config);
     let mut buffer = HostBuffer::default();
     for pair in in_order {
-        let site = &layout.sites()[pair.site].path;
+        let site = path_of(pair.site);
         hasher.pair(site, pair.scale);
         for (half, source) in pair.halves() {
-            for at in (0..source.num_bytes()).step_by(CHUNK_BYTES) {
-                let len = CHUNK_BYTES.min(source.num_bytes() - at);
-                hasher.bytes(source.read(at, len, &mut buffer).map_err(|error| in_tensor(error, site, half))?);
-            }
+            hash(&mut hasher, source, &mut buffer).map_err(|error| in_tensor(error, site, half))?;
             hasher.half(half, source);
         }
+    }
+    for extra in extras {
+        let site = path_of(extra.site);
+        hash(&mut hasher, &extra.source, &mut buffer).map_err(|error| in_tensor(error, site, extra.part.name()))?;
+        hasher.extra(site, extra);
     }
     files.check_unchanged()?;
     Ok(hasher.finish())
 }
 
+/// Adds all bytes of a tensor.
+fn hash(hasher: &mut CacheIdHasher, source: &Source<'_>, buffer: &mut HostBuffer) -> Result<()> {
+    for at in (0..source.num_bytes()).step_by(CHUNK_BYTES) {
+        let len = CHUNK_BYTES.min(source.num_bytes() - at);
+        hasher.bytes(source.read(at, len, buffer)?);
+    }
+    Ok(())
+}
+
 /// What goes where, decided before a byte is read.
 struct Plan<'p, 'a> {
     /// Each pair with the ranges of the image that its halves are staged in, if they are.
-    blocks: Vec<(&'p PairInput<'a>, [Option<std::ops::Range<usize>>; 2])>,
-    cells: Vec<PairBlocks>,
+    blocks: Vec<(&'p PairInput<'a>, [Option<Range<usize>>; 2])>,
+    /// Each extra with the range of the image that it is staged in, if it is.
+    extras: Vec<(&'p ExtraInput<'a>, Option<Range<usize>>)>,
+    content: Content,
     runs: Vec<Run<'a>>,
     image_bytes: usize,
     report: PackReport,
 }
 
 impl<'p, 'a> Plan<'p, 'a> {
-    fn new(layout: &Layout, pairs: &'p [PairInput<'a>], trusted: bool) -> Result<Self> {
+    fn new(layout: &Layout, pairs: &'p [PairInput<'a>], extras: &'p [ExtraInput<'a>], trusted: bool) -> Result<Self> {
         let mut plan = Self {
             blocks: Vec::with_capacity(pairs.len()),
-            cells: Vec::with_capacity(pairs.len()),
-            runs: Vec::with_capacity(2 * pairs.len()),
+            extras: Vec::with_capacity(extras.len()),
+            content: Content { pairs: vec![None; layout.sites().len()], ..Content::default() },
+            runs: Vec::with_capacity(2 * pairs.len() + extras.len()),
             image_bytes: 0,
-            report: PackReport { num_pairs: pairs.len(), ..PackReport::default() },
+            report: PackReport { num_pairs: pairs.len(), num_extras: extras.len(), ..PackReport::default() },
         };
+        let mut cursor = Cursor::new(layout.dtype());
         let mut in_slot_order: Vec<_> = pairs.iter().collect();
         in_slot_order.sort_by_key(|pair| pair.site);
         for pair in in_slot_order {
-            let offsets = layout.offsets(pair.site);
-            let images =
-                [plan.place(layout, &pair.a, offsets.a, trusted), plan.place(layout, &pair.b, offsets.b, trusted)];
-            for ((half, source), image) in pair.halves().into_iter().zip(&images) {
-                if image.is_none() {
-                    check_length(&layout.sites()[pair.site].path, half, source)?;
-                }
-            }
-            plan.cells.push(PairBlocks {
-                site: pair.site,
-                a: offsets.a,
-                b: offsets.b,
-                scale: pair.scale as f32,
-                rank: pair.rank as i32,
-            });
-            plan.blocks.push((pair, images));
-            plan.report.max_rank = plan.report.max_rank.max(pair.rank);
+            plan.add_pair(layout, pair, &mut cursor, trusted)?;
         }
+        let mut in_place_order: Vec<_> = extras.iter().collect();
+        in_place_order.sort_by_key(|extra| (extra.site, extra.part));
+        for extra in in_place_order {
+            plan.add_extra(layout, extra, &mut cursor, trusted)?;
+        }
+        if cursor.end() > layout.extras_bytes() {
+            return Err(Error::ExtrasRoom { needed: cursor.end(), room: layout.extras_bytes() });
+        }
+        plan.content.nbytes = plan.report.num_bytes;
         Ok(plan)
     }
 
-    /// Plans the copy of one tensor to `dst`; gives the range of the image that it is to be staged in, if it is.
-    fn place(
+    fn add_pair(&mut self, layout: &Layout, pair: &'p PairInput<'a>, cursor: &mut Cursor, trusted: bool) -> Result<()> {
+        let site = &layout.sites()[pair.site];
+        let (base, offsets, floating) = if let Some(offsets) = layout.offsets(pair.site) {
+            (Base::Blocks, offsets, None)
+        } else {
+            let offsets = cursor.pair(site, pair.rank)?;
+            (Base::Extras, offsets, Some(offsets))
+        };
+        let images = [(&pair.a, offsets.a), (&pair.b, offsets.b)]
+            .map(|(source, dst)| self.place(source, layout.dtype(), (base, dst), trusted));
+        for ((half, source), image) in pair.halves().into_iter().zip(&images) {
+            if image.is_none() {
+                check_length(&site.path, half, source)?;
+            }
+        }
+        self.content.pairs[pair.site] = Some(SitePair { rank: pair.rank, scale: pair.scale as f32, floating });
+        self.blocks.push((pair, images));
+        self.report.max_rank = self.report.max_rank.max(pair.rank);
+        Ok(())
+    }
+
+    fn add_extra(
         &mut self,
         layout: &Layout,
-        source: &Source<'a>,
-        dst: u64,
+        extra: &'p ExtraInput<'a>,
+        cursor: &mut Cursor,
         trusted: bool,
-    ) -> Option<std::ops::Range<usize>> {
-        let len = source.rows * padded(source.cols) * layout.dtype().size();
+    ) -> Result<()> {
+        let (site, part, placed) = (&layout.sites()[extra.site], extra.part, extra.placed());
+        let offset = cursor.extra(site, part, placed.rows, placed.cols)?;
+        // What was derived did not exist when the content was verified.
+        let trusted = trusted && extra.stored.is_none();
+        let image = self.place(placed, part.dtype(layout.dtype()), (Base::Extras, offset), trusted);
+        if image.is_none() {
+            check_length(&site.path, part.name(), placed)?;
+        }
+        let (rows, cols, ids) = (placed.rows, placed.cols, extra.ids.into());
+        self.content.extras.push(Extra { site: extra.site, part, offset, rows, cols, ids });
+        self.extras.push((extra, image));
+        Ok(())
+    }
+
+    /// Plans the copy of one tensor to an offset; gives the range of the image that it is to be staged in, if it is.
+    fn place(
+        &mut self,
+        source: &Source<'a>,
+        dtype: Dtype,
+        (base, dst): (Base, u64),
+        trusted: bool,
+    ) -> Option<Range<usize>> {
+        let len = source.rows * padded(source.cols) * dtype.size();
         self.report.num_bytes += len as u64;
-        let as_it_is = source.dtype.is_stored_as(layout.dtype()) && source.cols == padded(source.cols);
+        let as_it_is = source.dtype.is_stored_as(dtype) && source.cols == padded(source.cols);
         let image = (!trusted || !as_it_is).then(|| {
             let start = self.image_bytes;
             self.image_bytes += len.next_multiple_of(BLOCK_ALIGN as usize);
@@ -312,13 +406,14 @@ impl<'p, 'a> Plan<'p, 'a> {
             (None, SourceData::Bytes(bytes)) => RunSource::Bytes(bytes),
             (None, SourceData::File { file, offset }) => RunSource::File(file, offset),
         };
-        self.push(Run { dst, len: len as u64, from });
+        self.push(Run { base, dst, len: len as u64, from });
         image
     }
 
     /// Adds a copy, as part of the one before where that continues at both ends.
     fn push(&mut self, run: Run<'a>) {
-        let merged = self.runs.last_mut().and_then(|last| {
+        let last = self.runs.last_mut().filter(|last| last.base == run.base);
+        let merged = last.and_then(|last| {
             let step = run.dst - last.dst;
             let continues = match (last.from, run.from) {
                 (RunSource::Image(at), RunSource::Image(next)) => at as u64 + step == next as u64,
@@ -337,7 +432,7 @@ impl<'p, 'a> Plan<'p, 'a> {
 
 /// One tensor on its way into the image.
 struct Tensor<'t, 'a> {
-    layout: &'t Layout,
+    to: Dtype,
     site: &'t str,
     half: &'static str,
     source: &'t Source<'a>,
@@ -348,7 +443,7 @@ impl Tensor<'_, '_> {
     /// Reads, hashes, checks and converts the tensor into `block`, zeroes what is left of it, and counts the rounded elements.
     fn stage(&mut self, block: &mut [u8], mut hasher: Option<&mut CacheIdHasher>) -> Result<usize> {
         let Source { rows, cols, dtype, .. } = *self.source;
-        let to = self.layout.dtype();
+        let to = self.to;
         let (row_bytes, stride) = (self.source.row_bytes(), padded(cols) * to.size());
         let rows_at_once = (CHUNK_BYTES / row_bytes).max(1);
         let mut rounded = 0;

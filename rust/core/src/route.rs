@@ -110,6 +110,8 @@ impl LoraWeights {
             out_features,
             a_table: with_exposed_provenance(tables.a_table(site) as usize),
             b_table: with_exposed_provenance(tables.b_table(site) as usize),
+            gain_table: with_exposed_provenance(tables.gain_table(site) as usize),
+            bias_table: with_exposed_provenance(tables.bias_table(site) as usize),
             scale: with_exposed_provenance(tables.site_scales(site) as usize),
             rank: with_exposed_provenance(tables.site_ranks(site) as usize),
             max_loras: self.max_loras(),

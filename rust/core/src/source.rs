@@ -4,6 +4,7 @@ use std::fs::File;
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
+use crate::extras::ExtraInput;
 use crate::layout::Dtype;
 use crate::memory::read_exact_at;
 
@@ -151,6 +152,25 @@ impl<'a> PairInput<'a> {
     }
 }
 
+/// What errors call a tensor: `half` is `"A"`, `"B"`, or the name of an [`ExtraPart`](crate::extras::ExtraPart).
+#[must_use]
+pub fn tensor_name(site: &str, half: &str) -> String {
+    match half {
+        "A" | "B" => format!("{site}.lora_{half}.weight"),
+        part => format!("{site}.{part}"),
+    }
+}
+
+/// Names the tensor in an error about reading it.
+pub(crate) fn in_tensor(error: Error, site: &str, half: &str) -> Error {
+    match error {
+        Error::AdapterFile { found, expected, .. } => {
+            Error::AdapterFile { path: tensor_name(site, half), found, expected }
+        }
+        other => other,
+    }
+}
+
 /// Page-aligned host memory that is kept from one load to the next, and only grows.
 #[derive(Debug, Default)]
 pub struct HostBuffer {
@@ -218,9 +238,11 @@ pub(crate) struct OpenedFiles<'a>(Vec<(&'a File, Stamp)>);
 type Stamp = (u64, Option<SystemTime>);
 
 impl<'a> OpenedFiles<'a> {
-    pub(crate) fn of(pairs: &[PairInput<'a>]) -> Result<Self> {
+    pub(crate) fn of(pairs: &[PairInput<'a>], extras: &[ExtraInput<'a>]) -> Result<Self> {
         let mut files: Vec<(&File, Stamp)> = Vec::new();
-        for source in pairs.iter().flat_map(|pair| [&pair.a, &pair.b]) {
+        let of_pairs = pairs.iter().flat_map(|pair| [Some(&pair.a), Some(&pair.b)]);
+        let of_extras = extras.iter().flat_map(|extra| [Some(&extra.source), extra.stored.as_ref()]);
+        for source in of_pairs.chain(of_extras).flatten() {
             let SourceData::File { file, .. } = source.data else { continue };
             if !files.iter().any(|(known, _)| std::ptr::eq(*known, file)) {
                 files.push((file, stamp(file)?));

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //!            slot 0   slot 1   ...            rows
-//! u64  block  A of site 0, B of site 0, A of site 1, ...      0 = the slot does not adapt the site
+//! u64  block  A, B, gain, bias of site 0, A of site 1, ...    0 = the slot has none at the site
 //! f32  block  scale of site 0, scale of site 1, ..., scaling of the adapter (0.0 = empty slot)
 //! i32  block  rank of site 0, rank of site 1, ...
 //! ```
@@ -16,6 +16,9 @@
 use crate::error::{Error, Result};
 use crate::layout::BLOCK_ALIGN;
 use crate::memory::{DeviceMemory, Region, Rows, Stream};
+
+/// Rows of a site in the u64 block.
+const POINTERS: usize = 4;
 
 /// Addresses of a pool's tables, all fixed for its life.
 #[derive(Clone, Copy, Debug)]
@@ -30,7 +33,7 @@ pub struct Tables {
 /// The cells of one slot, on the host. New ones are those of an empty slot.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SlotCells {
-    /// Addresses of A and B by site: A of site `i` at `2 * i`, B at `2 * i + 1`; 0 where the slot does not adapt the site.
+    /// Addresses of A, B, gain and bias by site: those of site `i` from `4 * i` on; 0 where the slot has none.
     pub pointers: Vec<u64>,
     /// Scale by site, then the scaling of the whole adapter.
     pub scales: Vec<f32>,
@@ -42,7 +45,7 @@ impl SlotCells {
     /// The cells of an empty slot: all 0.
     #[must_use]
     pub fn empty(num_sites: usize) -> Self {
-        Self { pointers: vec![0; 2 * num_sites], scales: vec![0.0; num_sites + 1], ranks: vec![0; num_sites] }
+        Self { pointers: vec![0; POINTERS * num_sites], scales: vec![0.0; num_sites + 1], ranks: vec![0; num_sites] }
     }
 
     /// Enters a pair at `site`.
@@ -50,10 +53,26 @@ impl SlotCells {
     /// # Panics
     /// If there is no such site.
     pub fn set_pair(&mut self, site: usize, a: u64, b: u64, scale: f32, rank: i32) {
-        self.pointers[2 * site] = a;
-        self.pointers[2 * site + 1] = b;
+        self.pointers[POINTERS * site] = a;
+        self.pointers[POINTERS * site + 1] = b;
         self.scales[site] = scale;
         self.ranks[site] = rank;
+    }
+
+    /// Enters the address of a gain `[out]` of f32 at `site`.
+    ///
+    /// # Panics
+    /// If there is no such site.
+    pub fn set_gain(&mut self, site: usize, address: u64) {
+        self.pointers[POINTERS * site + 2] = address;
+    }
+
+    /// Enters the address of a bias `[out]` of f32 at `site`.
+    ///
+    /// # Panics
+    /// If there is no such site.
+    pub fn set_bias(&mut self, site: usize, address: u64) {
+        self.pointers[POINTERS * site + 3] = address;
     }
 
     /// Enters the adapter-wide scaling.
@@ -92,7 +111,7 @@ impl Tables {
             rows.checked_mul(max_loras as u64)?.checked_mul(size)?.checked_next_multiple_of(BLOCK_ALIGN)
         };
         let sites = num_sites as u64;
-        let scales = block(sites.checked_mul(2)?, 8)?;
+        let scales = block(sites.checked_mul(POINTERS as u64)?, 8)?;
         let ranks = scales.checked_add(block(sites.checked_add(1)?, 4)?)?;
         let end = ranks.checked_add(block(sites, 4)?).filter(|&end| end < 1 << 63)?;
         Some([scales, ranks, end])
@@ -140,13 +159,25 @@ impl Tables {
     /// Address of a site's `[max_loras]` u64 table of A.
     #[must_use]
     pub const fn a_table(&self, site: usize) -> u64 {
-        self.region.base + self.row(2 * site, 8)
+        self.region.base + self.row(POINTERS * site, 8)
     }
 
     /// Address of a site's `[max_loras]` u64 table of B.
     #[must_use]
     pub const fn b_table(&self, site: usize) -> u64 {
-        self.region.base + self.row(2 * site + 1, 8)
+        self.region.base + self.row(POINTERS * site + 1, 8)
+    }
+
+    /// Address of a site's `[max_loras]` u64 table of gains: f32 `[out]` each, 0 where the slot has none.
+    #[must_use]
+    pub const fn gain_table(&self, site: usize) -> u64 {
+        self.region.base + self.row(POINTERS * site + 2, 8)
+    }
+
+    /// Address of a site's `[max_loras]` u64 table of biases: f32 `[out]` each, 0 where the slot has none.
+    #[must_use]
+    pub const fn bias_table(&self, site: usize) -> u64 {
+        self.region.base + self.row(POINTERS * site + 3, 8)
     }
 
     /// Address of a site's `[max_loras]` f32 table of scales.
@@ -239,7 +270,7 @@ impl Tables {
             return Err(Error::SlotRange { slot: slot as i64, max_loras: self.max_loras });
         }
         let found = (cells.pointers.len(), cells.scales.len(), cells.ranks.len());
-        let expected = (2 * self.num_sites, self.num_sites + 1, self.num_sites);
+        let expected = (POINTERS * self.num_sites, self.num_sites + 1, self.num_sites);
         if found != expected {
             return Err(Error::value("cells by table", format!("{found:?}"), format!("{expected:?}")));
         }

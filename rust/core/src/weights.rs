@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::config::PeftAdapterConfig;
 use crate::error::{Error, Result};
-use crate::layout::{BLOCK_ALIGN, Dtype, Layout, Site};
+use crate::layout::{BLOCK_ALIGN, Dtype, Layout, Site, SlotBases};
 use crate::lru::SlotView;
 use crate::memory::{DeviceMemory, Region, Stream};
 use crate::pack::Staging;
@@ -28,6 +28,9 @@ pub struct PoolSpec {
     pub pinned: usize,
     /// The highest rank that fits.
     pub max_rank: usize,
+    /// Bytes of a slot's place among the extras, rounded up to a multiple of 256; 0 for a pool without
+    /// [`extras`](crate::extras).
+    pub extras_bytes: u64,
     /// Element type of the pool.
     pub dtype: Dtype,
     /// Where weights are copied.
@@ -47,20 +50,36 @@ impl PoolSpec {
             max_loras,
             pinned: 0,
             max_rank,
+            extras_bytes: 0,
             dtype: Dtype::default(),
             copy_stream: Stream::default(),
             compute_stream: Stream::default(),
         }
     }
 
-    /// Bytes of the pool and of its tables.
+    /// Bytes of the three allocations of a pool.
     ///
     /// # Errors
     /// [`Error::Value`] if the numbers make no pool.
-    pub fn bytes(&self) -> Result<(u64, u64)> {
-        let layout = Layout::new(self.sites.clone(), self.max_rank, self.dtype)?;
-        Ok((layout.pool_bytes(self.max_loras)?, Tables::bytes(self.sites.len(), self.max_loras)?))
+    pub fn bytes(&self) -> Result<PoolBytes> {
+        let layout = Layout::new(self.sites.clone(), self.max_rank, self.dtype)?.with_extras(self.extras_bytes)?;
+        Ok(PoolBytes {
+            pool: layout.pool_bytes(self.max_loras)?,
+            extras: layout.all_extras_bytes(self.max_loras)?,
+            tables: Tables::bytes(self.sites.len(), self.max_loras)?,
+        })
     }
+}
+
+/// Bytes of the three allocations of a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolBytes {
+    /// Of the slots.
+    pub pool: u64,
+    /// Of the extras; 0 for none.
+    pub extras: u64,
+    /// Of the tables.
+    pub tables: u64,
 }
 
 /// The pool of adapters: slots at fixed addresses, their tables, and who holds them.
@@ -82,7 +101,7 @@ impl PoolSpec {
 ///     b: Source::in_memory(&b, SourceDtype::F32, 4, 1),
 /// }];
 /// let config = PeftAdapterConfig::new(1, 1.0, false)?;
-/// let input = LoraAdapterInput { name: "sql", tensors: &tensors, config: &config, digest: Digest::Compute };
+/// let input = LoraAdapterInput { name: "sql", tensors: &tensors, extras: &[], config: &config, digest: Digest::Compute };
 /// weights.promote(&input, weights.stage(&input)?, false)?;
 ///
 /// let held = weights.acquire_by_name("sql");
@@ -102,6 +121,7 @@ struct Shared {
     layout: Layout,
     num_hidden_layers: usize,
     pool: Region,
+    extras: Option<Region>,
     tables: Tables,
     memory: Arc<dyn DeviceMemory>,
     copy_stream: Stream,
@@ -109,6 +129,7 @@ struct Shared {
     registry: Registry,
     staging: Mutex<Vec<Staging>>,
     is_lost: AtomicBool,
+    is_overlay_taken: AtomicBool,
 }
 
 impl fmt::Debug for LoraWeights {
@@ -125,17 +146,35 @@ impl LoraWeights {
     /// A pool of empty slots in memory that the caller owns and keeps alive; zeroes the tables.
     ///
     /// # Errors
-    /// [`Error::Value`] if the numbers make no pool or an address is not a multiple of 256, [`Error::Region`] if a region is
-    /// too small (see [`PoolSpec::bytes`]), or what the device says.
-    pub fn new(spec: PoolSpec, pool: Region, tables: Region, memory: Arc<dyn DeviceMemory>) -> Result<Self> {
-        let layout = Layout::new(spec.sites, spec.max_rank, spec.dtype)?;
-        if !pool.base.is_multiple_of(BLOCK_ALIGN) {
-            return Err(Error::value("address of the pool", format!("{:#x}", pool.base), "a multiple of 256"));
+    /// [`Error::Value`] if the numbers make no pool, an address is not a multiple of 256, or there is memory for extras without
+    /// `extras_bytes` or the other way round; [`Error::Region`] if a region is too small (see [`PoolSpec::bytes`]); or what
+    /// the device says.
+    pub fn new(
+        spec: PoolSpec,
+        pool: Region,
+        extras: Option<Region>,
+        tables: Region,
+        memory: Arc<dyn DeviceMemory>,
+    ) -> Result<Self> {
+        let layout = Layout::new(spec.sites, spec.max_rank, spec.dtype)?.with_extras(spec.extras_bytes)?;
+        if layout.slot_bytes() == 0 && layout.extras_bytes() == 0 {
+            return Err(Error::value("sites", "floating ones alone, and no extras", "extras_bytes above 0"));
         }
+        check_base("address of the pool", pool)?;
         if spec.pinned > spec.max_loras {
             return Err(Error::value("pinned", spec.pinned, format!("at most max_loras = {}", spec.max_loras)));
         }
         let pool = pool.part("pool", 0, layout.pool_bytes(spec.max_loras)?)?;
+        let extras_bytes = layout.all_extras_bytes(spec.max_loras)?;
+        let extras = match extras {
+            Some(extras) if extras_bytes > 0 => {
+                check_base("address of the extras", extras)?;
+                Some(extras.part("extras", 0, extras_bytes)?)
+            }
+            None if extras_bytes == 0 => None,
+            Some(_) => return Err(Error::value("extras_bytes", 0, "the bytes of a place in the memory for extras")),
+            None => return Err(Error::value("memory of the extras", "none", format!("{extras_bytes} bytes"))),
+        };
         let tables = Tables::new(tables, layout.sites().len(), spec.max_loras)?;
         tables.clear(&*memory, spec.compute_stream)?;
         let named_layers = layout.sites().iter().filter_map(|site| site.layer).max().map_or(0, |last| last + 1);
@@ -143,6 +182,7 @@ impl LoraWeights {
             num_hidden_layers: spec.num_hidden_layers.max(named_layers),
             layout,
             pool,
+            extras,
             tables,
             memory,
             copy_stream: spec.copy_stream,
@@ -150,6 +190,7 @@ impl LoraWeights {
             registry: Registry::new(spec.max_loras, spec.pinned),
             staging: Mutex::default(),
             is_lost: AtomicBool::new(false),
+            is_overlay_taken: AtomicBool::new(false),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -236,6 +277,10 @@ impl LoraWeights {
         Err(Error::Device { call: "load", code: 0, detail, sticky: true })
     }
 
+    pub(crate) fn is_overlay_taken(&self) -> &AtomicBool {
+        &self.shared.is_overlay_taken
+    }
+
     pub(crate) fn staging(&self) -> &Mutex<Vec<Staging>> {
         &self.shared.staging
     }
@@ -274,25 +319,36 @@ impl LoraWeights {
         self.shared.pool
     }
 
+    /// The memory of all slots' extras.
+    pub(crate) fn extras(&self) -> Option<Region> {
+        self.shared.extras
+    }
+
     /// Decoder layers of the model.
     #[must_use]
     pub fn num_hidden_layers(&self) -> usize {
         self.shared.num_hidden_layers
     }
 
-    /// The address of a slot.
+    /// Where a slot begins.
     #[must_use]
-    pub fn slot_base(&self, slot: usize) -> u64 {
-        self.pool().base + slot as u64 * self.layout().slot_bytes()
+    pub fn slot_bases(&self, slot: usize) -> SlotBases {
+        let (slot, layout) = (slot as u64, self.layout());
+        SlotBases {
+            blocks: self.pool().base + slot * layout.slot_bytes(),
+            extras: self.extras().map_or(0, |extras| extras.base + slot * layout.extras_bytes()),
+        }
     }
 
-    /// Reads bytes of the pool back.
+    /// Reads bytes of the pool, or of its extras, back.
     ///
     /// # Errors
-    /// [`Error::Region`] if they do not lie in the pool, or what the device says.
+    /// [`Error::Region`] if they lie in neither, or what the device says.
     pub fn read_pool(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
-        let offset = address.wrapping_sub(self.pool().base);
-        self.pool().part("pool bytes", offset, bytes.len() as u64)?;
+        let part = Region { base: address, len: bytes.len() as u64 };
+        if !self.extras().is_some_and(|extras| extras.contains(part)) {
+            self.pool().part("pool bytes", address.wrapping_sub(self.pool().base), part.len)?;
+        }
         self.memory().copy_d2h(bytes, address, self.copy_stream())
     }
 
@@ -301,4 +357,11 @@ impl LoraWeights {
     pub fn adapter_config(&self) -> Option<Arc<PeftAdapterConfig>> {
         self.registry().look(|directory| directory.active_config().cloned())
     }
+}
+
+fn check_base(what: &'static str, region: Region) -> Result<()> {
+    if region.base.is_multiple_of(BLOCK_ALIGN) {
+        return Ok(());
+    }
+    Err(Error::value(what, format!("{:#x}", region.base), "a multiple of 256"))
 }

@@ -5,7 +5,7 @@
 use hotslot_core::Error;
 use hotslot_core::config::PeftAdapterConfig;
 use hotslot_core::identity::Digest;
-use hotslot_core::layout::{Dtype, Layout, Site};
+use hotslot_core::layout::{Dtype, Layout, Site, SlotBases};
 use hotslot_core::memory::{DeviceMemory, FaultyMemory, HostMemory, Region, Stream};
 use hotslot_core::pack::{PairInput, Staged, Staging};
 use hotslot_core::source::{Source, SourceDtype};
@@ -108,20 +108,22 @@ fn a_write_reports_the_failure_of_each_of_its_calls_and_works_the_next_time() {
         b: Source::in_memory(&half, SourceDtype::Bf16, 16, 2),
     };
     let config = PeftAdapterConfig::new(2, 2.0, false).unwrap();
-    let staged = Staged::read(&layout, &config, &[0, 1, 2].map(pair), Digest::Compute, Staging::default()).unwrap();
+    let staged =
+        Staged::read(&layout, &config, &[0, 1, 2].map(pair), &[], Digest::Compute, Staging::default()).unwrap();
     on_device(layout.slot_bytes(), |device, region| {
-        staged.write(device, region.base, S).unwrap();
+        let bases = SlotBases { blocks: region.base, extras: 0 };
+        staged.write(device, bases, S).unwrap();
         let num_calls = device.calls();
         assert_eq!(num_calls, staged.num_copies() as u64 + 1);
         for n in 0..num_calls {
             device.fail_at(n, false);
-            let error = staged.write(device, region.base, S).unwrap_err();
+            let error = staged.write(device, bases, S).unwrap_err();
             assert!(matches!(error, Error::Device { code: 719, sticky: false, .. }), "{error}");
             assert_eq!(device.calls(), n + 1);
-            staged.write(device, region.base, S).unwrap();
+            staged.write(device, bases, S).unwrap();
         }
         device.fail_at(1, true);
-        assert!(staged.write(device, region.base, S).is_err());
-        assert!(staged.write(device, region.base, S).is_err());
+        assert!(staged.write(device, bases, S).is_err());
+        assert!(staged.write(device, bases, S).is_err());
     });
 }

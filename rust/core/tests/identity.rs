@@ -92,7 +92,7 @@ fn id_of(content: &Content) -> CacheId {
         pairs.reverse();
     }
     let config = PeftAdapterConfig::new(1, content.alpha, false).unwrap();
-    Staged::read(&layout, &config, &pairs, Digest::Compute, Staging::default()).unwrap().cache_id().unwrap()
+    Staged::read(&layout, &config, &pairs, &[], Digest::Compute, Staging::default()).unwrap().cache_id().unwrap()
 }
 
 #[test]

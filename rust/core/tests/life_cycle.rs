@@ -231,8 +231,8 @@ fn a_new_adapter_with_fewer_modules_or_a_lower_rank_leaves_no_trace_of_the_old_o
         for site in 0..num_sites {
             let is_adapted = adapter.sites.contains(&site);
             assert_eq!(cells.ranks[site], if is_adapted { rank as i32 } else { 0 });
-            assert_eq!(cells.pointers[2 * site] != 0, is_adapted);
-            assert_eq!(cells.pointers[2 * site + 1] != 0, is_adapted);
+            assert_eq!(cells.pointers[4 * site] != 0, is_adapted);
+            assert_eq!(cells.pointers[4 * site + 1] != 0, is_adapted);
             assert_eq!(cells.scales[site].to_bits() != 0, is_adapted);
         }
         weights.check_integrity().unwrap();

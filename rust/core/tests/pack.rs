@@ -7,13 +7,17 @@ use std::io::Write;
 use hotslot_core::Error;
 use hotslot_core::config::PeftAdapterConfig;
 use hotslot_core::identity::Digest;
-use hotslot_core::layout::{Dtype, Layout, Site, padded};
+use hotslot_core::layout::{Dtype, Layout, Site, SlotBases, padded};
 use hotslot_core::memory::{DeviceMemory, HostMemory, Region, Stream};
 use hotslot_core::pack::{PairInput, Staged, Staging};
 use hotslot_core::source::{Source, SourceDtype};
 use proptest::prelude::*;
 
 const S: Stream = Stream(0);
+
+fn blocks_at(blocks: u64) -> SlotBases {
+    SlotBases { blocks, extras: 0 }
+}
 
 /// A slot in memory of its own, full of NaN.
 struct Slot {
@@ -33,7 +37,7 @@ impl Slot {
     }
 
     fn write(&mut self, staged: &Staged<'_>) {
-        self.with(|memory, base| staged.write(memory, base, S)).unwrap();
+        self.with(|memory, base| staged.write(memory, blocks_at(base), S)).unwrap();
     }
 
     /// Rows of a block as f32, pads included.
@@ -165,7 +169,7 @@ enum SourceAt<'a> {
 fn assert_holds(slot: &Slot, layout: &Layout, adapter: &Adapter) {
     for (site, rank) in adapter.ranks.iter().copied().enumerate() {
         let Site { in_features, out_features, .. } = layout.sites()[site];
-        let offsets = layout.offsets(site);
+        let offsets = layout.offsets(site).unwrap();
         for (half, offset, rows, cols) in [(0, offsets.a, rank, in_features), (1, offsets.b, out_features, rank)] {
             let mut expected: Vec<Vec<f32>> = adapter.values[site][half].chunks(cols).map(<[f32]>::to_vec).collect();
             for row in &mut expected {
@@ -196,14 +200,14 @@ proptest! {
             adapter.in_memory(&layout)
         };
 
-        let staged = Staged::read(&layout, &config(), &pairs, Digest::Compute, Staging::default()).unwrap();
+        let staged = Staged::read(&layout, &config(), &pairs, &[], Digest::Compute, Staging::default()).unwrap();
         prop_assert_eq!(staged.report().num_rounded, 0);
         prop_assert_eq!(staged.report().max_rank, ranks.iter().copied().max().unwrap());
         let mut slot = Slot::poisoned(&layout);
         slot.write(&staged);
         assert_holds(&slot, &layout, &adapter);
 
-        let known = Staged::read(&layout, &config(), &pairs, Digest::Known(staged.cache_id().unwrap()), staged.into_staging()).unwrap();
+        let known = Staged::read(&layout, &config(), &pairs, &[], Digest::Known(staged.cache_id().unwrap()), staged.into_staging()).unwrap();
         let mut slot = Slot::poisoned(&layout);
         slot.write(&known);
         assert_holds(&slot, &layout, &adapter);
@@ -216,10 +220,10 @@ fn cells_are_those_of_the_pairs_and_zero_elsewhere() {
     let adapter = Adapter::new(&layout, &[3, 1, 2], SourceDtype::Bf16);
     let mut pairs = adapter.in_memory(&layout);
     pairs.remove(1);
-    let staged = Staged::read(&layout, &config(), &pairs, Digest::Compute, Staging::default()).unwrap();
-    let cells = staged.cells(4096);
-    let at = |site: usize| (4096 + layout.offsets(site).a, 4096 + layout.offsets(site).b);
-    assert_eq!(cells.pointers, [at(0).0, at(0).1, 0, 0, at(2).0, at(2).1]);
+    let staged = Staged::read(&layout, &config(), &pairs, &[], Digest::Compute, Staging::default()).unwrap();
+    let cells = staged.content().cells(&layout, blocks_at(4096), config().scaling() as f32);
+    let at = |site: usize| layout.offsets(site).map(|offsets| (4096 + offsets.a, 4096 + offsets.b)).unwrap();
+    assert_eq!(cells.pointers, [at(0).0, at(0).1, 0, 0, 0, 0, 0, 0, at(2).0, at(2).1, 0, 0]);
     assert_eq!(cells.ranks, [3, 0, 2]);
     assert_eq!(cells.scales, [0.5, 0.0, 0.5, 2.0]);
 }
@@ -230,10 +234,10 @@ fn known_content_that_needs_no_conversion_goes_from_the_file_to_the_slot_in_few_
     let adapter = Adapter::new(&layout, &[16, 16, 16], SourceDtype::Bf16);
     let (file, offsets) = adapter.to_file();
     let pairs = adapter.pairs(&layout, |site, half, _| SourceAt::File(&file, offsets[site][half]));
-    let staged = Staged::read(&layout, &config(), &pairs, Digest::Compute, Staging::default()).unwrap();
+    let staged = Staged::read(&layout, &config(), &pairs, &[], Digest::Compute, Staging::default()).unwrap();
     assert_eq!(staged.num_copies(), 1);
     let known =
-        Staged::read(&layout, &config(), &pairs, Digest::Known(staged.cache_id().unwrap()), staged.into_staging())
+        Staged::read(&layout, &config(), &pairs, &[], Digest::Known(staged.cache_id().unwrap()), staged.into_staging())
             .unwrap();
     assert_eq!(known.num_copies(), 1);
     let mut slot = Slot::poisoned(&layout);
@@ -253,7 +257,7 @@ fn rounded_values_are_counted() {
         a: Source::in_memory(&a, SourceDtype::F32, 1, 3),
         b: Source::in_memory(&b, SourceDtype::F32, 3, 1),
     };
-    let staged = Staged::read(&layout, &config(), &[pair], Digest::Compute, Staging::default()).unwrap();
+    let staged = Staged::read(&layout, &config(), &[pair], &[], Digest::Compute, Staging::default()).unwrap();
     assert_eq!(staged.report().num_rounded, 3);
 }
 
@@ -264,7 +268,7 @@ fn a_pair_that_does_not_fit_is_refused_with_its_numbers() {
     let tensor = |rows, cols| Source::in_memory(&zeros[..rows * cols * 2], SourceDtype::Bf16, rows, cols);
     let good = PairInput { site: 0, rank: 2, scale: 1.0, a: tensor(2, 8), b: tensor(4, 2) };
     let read = |pairs: &[PairInput<'_>]| {
-        Staged::read(&layout, &config(), pairs, Digest::Compute, Staging::default()).map(|_| ())
+        Staged::read(&layout, &config(), pairs, &[], Digest::Compute, Staging::default()).map(|_| ())
     };
     let path = || "layers.0.proj".to_owned();
     let shape = |half, found, expected| Err(Error::AdapterShape { site: path(), half, found, expected });
@@ -298,7 +302,7 @@ fn a_value_that_the_pool_cannot_hold_is_named() {
             a: Source::in_memory(&a, SourceDtype::F32, 1, 300),
             b: Source::in_memory(&b, SourceDtype::F32, 1, 1),
         };
-        match Staged::read(&layout, &config(), &[pair], Digest::Compute, Staging::default()) {
+        match Staged::read(&layout, &config(), &[pair], &[], Digest::Compute, Staging::default()) {
             Err(Error::AdapterValue { site, half: "A", index: at, value: found, .. }) => {
                 assert_eq!((site.as_str(), at, found.to_bits()), ("layers.0.proj", index, value.to_bits()));
             }
@@ -313,12 +317,12 @@ fn a_truncated_file_is_found_before_the_slot_is_touched() {
     let adapter = Adapter::new(&layout, &[8, 8], SourceDtype::Bf16);
     let (file, offsets) = adapter.to_file();
     let pairs = adapter.pairs(&layout, |site, half, _| SourceAt::File(&file, offsets[site][half] + 1));
-    let id = Staged::read(&layout, &config(), &adapter.in_memory(&layout), Digest::Compute, Staging::default())
+    let id = Staged::read(&layout, &config(), &adapter.in_memory(&layout), &[], Digest::Compute, Staging::default())
         .unwrap()
         .cache_id()
         .unwrap();
     for digest in [Digest::Compute, Digest::Known(id)] {
-        match Staged::read(&layout, &config(), &pairs, digest, Staging::default()) {
+        match Staged::read(&layout, &config(), &pairs, &[], digest, Staging::default()) {
             Err(Error::AdapterFile { path, .. }) => assert_eq!(path, "layers.1.proj.lora_B.weight"),
             other => panic!("{other:?}"),
         }
@@ -330,10 +334,12 @@ fn only_the_slot_is_written() {
     let layout = layout(&[(20, 20)], 4, Dtype::Bf16);
     let adapter = Adapter::new(&layout, &[4], SourceDtype::Bf16);
     let staged =
-        Staged::read(&layout, &config(), &adapter.in_memory(&layout), Digest::Compute, Staging::default()).unwrap();
+        Staged::read(&layout, &config(), &adapter.in_memory(&layout), &[], Digest::Compute, Staging::default())
+            .unwrap();
     let mut slot = Slot::poisoned(&layout);
     // One byte further than it fits.
-    let error = slot.with(|memory, base| staged.write(memory, base + layout.slot_bytes() - 8, S)).unwrap_err();
+    let error =
+        slot.with(|memory, base| staged.write(memory, blocks_at(base + layout.slot_bytes() - 8), S)).unwrap_err();
     assert!(matches!(error, Error::Region { .. }), "{error}");
     assert!(slot.with(|memory, base| memory.zero(base, layout.slot_bytes(), S)).is_ok());
 }

@@ -14,13 +14,13 @@ fn a_prefill_is_routed_to_its_slot_unless_that_is_the_active_one() {
         assert_eq!(weights.routed_prefill_slot(selector), None);
     }
     let pair = weights.select_routed_pair(slot(1), 1, LoraModule::DownProj).unwrap();
-    assert_eq!((pair.rank, pair.a), (2, weights.slot_base(1) + weights.layout().offsets(13).a));
+    assert_eq!((pair.rank, pair.a), (2, weights.slot_bases(1).blocks + weights.layout().offsets(13).unwrap().a));
     assert!(weights.select_routed_pair(slot(0), 1, LoraModule::DownProj).is_none());
     assert!(weights.select_routed_pair(slot(1), 1, LoraModule::OutProj).is_none());
     assert_eq!(weights.active_layers().len(), 2);
     assert_eq!(
         weights.active_layers()[0].module_pair(LoraModule::QProj).unwrap().address(AdapterAb::A),
-        weights.slot_base(0)
+        weights.slot_bases(0).blocks
     );
 }
 
@@ -38,7 +38,7 @@ fn a_decode_batch_gets_the_slot_of_each_row() {
 #[test]
 fn a_uniform_prefill_uploads_its_slot_unless_the_dense_path_serves_it() {
     let weights = started(3, 2);
-    let ids = Region { base: weights.slot_base(2), len: 16 };
+    let ids = Region { base: weights.slot_bases(2).blocks, len: 16 };
     assert_eq!(weights.upload_seq_slot_uniform(slot(1), 4, ids).unwrap(), Some(ids));
     let mut bytes = [0; 16];
     weights.read_pool(ids.base, &mut bytes).unwrap();

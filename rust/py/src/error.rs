@@ -1,6 +1,7 @@
 //! From the core's errors to the classes of `hotslot.errors`, with the numbers as attributes.
 
 use hotslot_core::Error;
+use hotslot_core::source::tensor_name;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -60,6 +61,9 @@ fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
         Error::Rank { site, rank, max_rank } => {
             new::<RankError>(py, message, &numbers!(py; module = site, rank = rank, max_rank = max_rank))
         }
+        Error::ExtrasRoom { needed, room } => {
+            new::<PoolError>(py, message, &numbers!(py; needed = needed, room = room))
+        }
         Error::PoolFull { max_loras, pinned, cache_slots, busy } => {
             let numbers = numbers!(py; max_loras = max_loras, pinned = pinned, cache_slots = cache_slots, busy = busy);
             new::<PoolFullError>(py, message, &numbers)
@@ -93,8 +97,4 @@ fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
 
 fn new<E: PyTypeInfo>(py: Python<'_>, message: String, numbers: &Bound<'_, PyDict>) -> PyResult<PyErr> {
     Ok(PyErr::from_value(E::type_object(py).call((message,), Some(numbers))?))
-}
-
-fn tensor_name(site: &str, half: &str) -> String {
-    format!("{site}.lora_{half}.weight")
 }

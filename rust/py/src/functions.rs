@@ -1,7 +1,8 @@
 //! The free functions of the core.
 
 use hotslot_core::Error;
-use hotslot_core::identity;
+use hotslot_core::extras::{self, ExtraPart};
+use hotslot_core::identity::{self, CacheId};
 use hotslot_core::kernels::Isa;
 use hotslot_core::layout::{self, Dtype};
 use hotslot_core::lru::{self, VictimError};
@@ -33,7 +34,49 @@ pub(crate) fn check_adapter_name(name: &str) -> PyResult<()> {
     identity::check_adapter_name(name).map_err(raise)
 }
 
-/// Byte offsets of each site's A and B from the start of a slot.
+/// What a row of a batch computes with, as a key for caches of what it computed.
+///
+/// A row of one adapter at weight 1 from the start has that adapter's id; a row of none has that of the base.
+///
+/// Args:
+///     members: The cache_id and weight of each of the row's adapters, in request order.
+///     start: The first token that they serve, or None for all tokens.
+///
+/// Raises:
+///     ValueError: An id is no cache_id.
+#[pyfunction]
+pub(crate) fn row_cache_id(members: Vec<(String, f32)>, start: Option<u64>) -> PyResult<String> {
+    let members: Result<Vec<(CacheId, f32)>, Error> =
+        members.into_iter().map(|(id, weight)| Ok((id.parse()?, weight))).collect();
+    Ok(identity::row_cache_id(&members.map_err(raise)?, start).to_string())
+}
+
+/// Bytes of a slot's place that holds these pairs and extras: what `extras_bytes` must have for each slot.
+///
+/// Args:
+///     sites: The pool's sites.
+///     pool_dtype: "bfloat16" or "float32".
+///     pairs: (site_index, rank) each; those of sites that do not float take nothing.
+///     extras: (site_index, part, rows, cols) each.
+///
+/// Raises:
+///     ValueError: A site or part is unknown.
+#[pyfunction]
+pub(crate) fn extras_nbytes(
+    sites: Vec<Bound<'_, Site>>,
+    pool_dtype: &str,
+    pairs: Vec<(usize, usize)>,
+    extras: Vec<(usize, String, usize, usize)>,
+) -> PyResult<u64> {
+    let dtype = Dtype::from_name(pool_dtype).map_err(raise)?;
+    let extras: Result<Vec<_>, Error> = extras
+        .into_iter()
+        .map(|(site, part, rows, cols)| Ok((site, ExtraPart::from_name(&part)?, rows, cols)))
+        .collect();
+    extras::nbytes(&core_sites(&sites), dtype, &pairs, &extras.map_err(raise)?).map_err(raise)
+}
+
+/// Byte offsets of each site's A and B from the start of a slot; None for a floating site.
 ///
 /// Args:
 ///     sites: The sites, in the order of the pool.
@@ -48,13 +91,13 @@ pub(crate) fn module_slot_offsets(
     sites: Vec<Bound<'_, Site>>,
     max_rank: usize,
     pool_dtype: &str,
-) -> PyResult<Vec<(u64, u64)>> {
+) -> PyResult<Vec<Option<(u64, u64)>>> {
     let dtype = Dtype::from_name(pool_dtype).map_err(raise)?;
     let offsets = layout::module_slot_offsets(&core_sites(&sites), max_rank, dtype).map_err(raise)?;
-    Ok(offsets.into_iter().map(|offsets| (offsets.a, offsets.b)).collect())
+    Ok(offsets.into_iter().map(|offsets| offsets.map(|offsets| (offsets.a, offsets.b))).collect())
 }
 
-/// Bytes of one slot; slot k begins at k times this.
+/// Bytes of one slot's blocks; slot k begins at k times this.
 ///
 /// Args:
 ///     sites, max_rank, pool_dtype: As in `module_slot_offsets`.

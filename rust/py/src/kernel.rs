@@ -1,6 +1,5 @@
 //! `SiteKernel` and `SharedShrink`: the CPU kernels on tensors of Python's.
 
-use std::ptr::with_exposed_provenance;
 use std::sync::{Mutex, PoisonError};
 
 use hotslot_core::Error;
@@ -27,20 +26,7 @@ pub(crate) struct SiteKernel {
 
 impl SiteKernel {
     pub(crate) fn new(weights: &Bound<'_, LoraWeights>, site: usize) -> Self {
-        let core = weights.get().core();
-        let (layout, tables) = (core.layout(), core.tables());
-        let dims = &layout.sites()[site];
-        let view = SiteView {
-            in_features: dims.in_features,
-            out_features: dims.out_features,
-            a_table: with_exposed_provenance(tables.a_table(site) as usize),
-            b_table: with_exposed_provenance(tables.b_table(site) as usize),
-            scale: with_exposed_provenance(tables.site_scales(site) as usize),
-            rank: with_exposed_provenance(tables.site_ranks(site) as usize),
-            max_loras: core.max_loras(),
-            weight_dtype: layout.dtype(),
-        };
-        Self { view, site, weights: weights.clone().unbind() }
+        Self { view: weights.get().core().site_view(site), site, weights: weights.clone().unbind() }
     }
 }
 

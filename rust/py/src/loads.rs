@@ -27,6 +27,7 @@ impl Input {
     fn from_py(
         name: String,
         pairs: &Bound<'_, PyAny>,
+        extras: Option<&Bound<'_, PyAny>>,
         config: &Bound<'_, PyAny>,
         known: Option<&str>,
         defer_digest: bool,
@@ -36,7 +37,7 @@ impl Input {
             None if defer_digest => Digest::Later,
             None => Digest::Compute,
         };
-        Ok(Self { name, pairs: Pairs::from_py(pairs)?, config: config_of(config)?, digest })
+        Ok(Self { name, pairs: Pairs::from_py(pairs, extras)?, config: config_of(config)?, digest })
     }
 
     /// Runs a load without the GIL.
@@ -47,8 +48,14 @@ impl Input {
         load: impl FnOnce(&Core, &LoraAdapterInput<'_>) -> hotslot_core::Result<CoreLoaded> + Send,
     ) -> PyResult<Loaded> {
         let core = weights.open()?;
-        let tensors = self.pairs.inputs()?;
-        let input = LoraAdapterInput { name: &self.name, tensors: &tensors, config: &self.config, digest: self.digest };
+        let (tensors, extras) = (self.pairs.inputs()?, self.pairs.extra_inputs()?);
+        let input = LoraAdapterInput {
+            name: &self.name,
+            tensors: &tensors,
+            extras: &extras,
+            config: &self.config,
+            digest: self.digest,
+        };
         py.detach(|| load(core, &input)).map(Loaded::from).map_err(raise)
     }
 }
@@ -68,14 +75,20 @@ impl LoraWeights {
     ///     known: The content's cache_id if it was verified before: it is then neither hashed nor, where it needs no
     ///         conversion, checked again.
     ///     defer_digest: Leave the digest to the caller, who computes it with `content_id` and gives it to `set_digest`.
+    ///     extras: What the adapter holds beside its pairs: one (site_index, part, content, stored, ids) each. `part` is "gain",
+    ///         "bias" or "weight_bias" (1 row of out_features, kept as float32), "weight" (of the module's own shape) or
+    ///         "rows" (one row per token of `ids`, else None). `content` and `stored` are tensors as A and B are: `content`
+    ///         makes the identity; `stored`, if not None, is what was derived from it and goes into the slot.
     ///
     /// Raises:
+    ///     PoolError: The extras (and pairs of floating sites) do not fit the slot's place: `needed` and `room` say it in bytes.
+    ///         Nothing was changed.
     ///     AdapterShapeError, RankError, AdapterFileError, AdapterConfigError: The adapter is refused. Nothing was changed.
     ///     SlotBusyError: The slot has references. Nothing was changed.
     ///     RouteError: The slot is out of range.
     ///     DeviceError: A copy failed. The slot is empty.
     ///     ValueError: The name, a site or the known id makes no sense.
-    #[pyo3(signature = (slot, name, pairs, config, *, known = None, defer_digest = false))]
+    #[pyo3(signature = (slot, name, pairs, config, *, known = None, defer_digest = false, extras = None))]
     fn pack_slot(
         &self,
         py: Python<'_>,
@@ -85,19 +98,20 @@ impl LoraWeights {
         config: &Bound<'_, PyAny>,
         known: Option<&str>,
         defer_digest: bool,
+        extras: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known, defer_digest)?
+        Input::from_py(name, pairs, extras, config, known, defer_digest)?
             .load(py, self, |core, input| core.pack_slot(slot, input))
     }
 
     /// Swaps an adapter into a slot without references. If its name is in another slot it moves here.
     ///
     /// Args:
-    ///     slot, name, pairs, config, known, defer_digest: As in `pack_slot`.
+    ///     slot, name, pairs, config, known, defer_digest, extras: As in `pack_slot`.
     ///
     /// Raises:
     ///     HotslotError, ValueError: As `pack_slot`.
-    #[pyo3(signature = (slot, name, pairs, config, *, known = None, defer_digest = false))]
+    #[pyo3(signature = (slot, name, pairs, config, *, known = None, defer_digest = false, extras = None))]
     fn pack_store_into_slot(
         &self,
         py: Python<'_>,
@@ -107,8 +121,9 @@ impl LoraWeights {
         config: &Bound<'_, PyAny>,
         known: Option<&str>,
         defer_digest: bool,
+        extras: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known, defer_digest)?
+        Input::from_py(name, pairs, extras, config, known, defer_digest)?
             .load(py, self, |core, input| core.pack_store_into_slot(slot, input))
     }
 
@@ -117,7 +132,7 @@ impl LoraWeights {
     /// A resident name with equal content is only found; with other content it is a hot replace.
     ///
     /// Args:
-    ///     name, pairs, config, known, defer_digest: As in `pack_slot`.
+    ///     name, pairs, config, known, defer_digest, extras: As in `pack_slot`.
     ///     activate: Whether to make it the active adapter.
     ///
     /// Raises:
@@ -125,7 +140,8 @@ impl LoraWeights {
     ///     SlotBusyError: With `activate`, the active slot has references. Nothing was changed, unless it came into use during
     ///         the load: the adapter is then resident but not active.
     ///     HotslotError, ValueError: As `pack_slot`.
-    #[pyo3(signature = (name, pairs, config, *, activate = false, known = None, defer_digest = false))]
+    #[pyo3(signature = (name, pairs, config, *, activate = false, known = None, defer_digest = false,
+        extras = None))]
     fn promote(
         &self,
         py: Python<'_>,
@@ -135,22 +151,24 @@ impl LoraWeights {
         activate: bool,
         known: Option<&str>,
         defer_digest: bool,
+        extras: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known, defer_digest)?
+        Input::from_py(name, pairs, extras, config, known, defer_digest)?
             .load(py, self, |core, input| core.promote(input, core.stage(input)?, activate))
     }
 
     /// Replaces the content of a resident name; holders of the old content keep it until they release it.
     ///
     /// Args:
-    ///     name, pairs, config, known, defer_digest: As in `pack_slot`.
+    ///     name, pairs, config, known, defer_digest, extras: As in `pack_slot`.
     ///     activate: Whether to make it the active adapter.
     ///
     /// Raises:
     ///     AdapterNotFoundError: The name is not resident.
     ///     PoolFullError: There is no other slot to take and the old one has references. Nothing was changed.
     ///     HotslotError, ValueError: As `promote`.
-    #[pyo3(signature = (name, pairs, config, *, activate = false, known = None, defer_digest = false))]
+    #[pyo3(signature = (name, pairs, config, *, activate = false, known = None, defer_digest = false,
+        extras = None))]
     fn replace(
         &self,
         py: Python<'_>,
@@ -160,22 +178,36 @@ impl LoraWeights {
         activate: bool,
         known: Option<&str>,
         defer_digest: bool,
+        extras: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Loaded> {
-        Input::from_py(name, pairs, config, known, defer_digest)?
+        Input::from_py(name, pairs, extras, config, known, defer_digest)?
             .load(py, self, |core, input| core.replace(input, core.stage(input)?, activate))
     }
 
     /// The content's identity, without loading it.
     ///
     /// Args:
-    ///     pairs, config: As in `pack_slot`.
+    ///     pairs, config, extras: As in `pack_slot`.
     ///
     /// Raises:
-    ///     HotslotError, ValueError: As `pack_slot`.
-    fn content_id(&self, py: Python<'_>, pairs: &Bound<'_, PyAny>, config: &Bound<'_, PyAny>) -> PyResult<String> {
-        let (pairs, config) = (Pairs::from_py(pairs)?, config_of(config)?);
-        let (core, tensors) = (self.core(), pairs.inputs()?);
-        py.detach(|| pack::content_id(core.layout(), &config, &tensors)).map(|id| id.to_string()).map_err(raise)
+    ///     HotslotError, ValueError: As `pack_slot`; whether there is room is not asked.
+    #[pyo3(signature = (pairs, config, *, extras = None))]
+    fn content_id(
+        &self,
+        py: Python<'_>,
+        pairs: &Bound<'_, PyAny>,
+        config: &Bound<'_, PyAny>,
+        extras: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<String> {
+        let (pairs, config) = (Pairs::from_py(pairs, extras)?, config_of(config)?);
+        let (core, tensors, extras) = (self.core(), pairs.inputs()?, pairs.extra_inputs()?);
+        let id = py.detach(|| pack::content_id(core.layout(), &config, &tensors, &extras));
+        id.map(|id| id.to_string()).map_err(raise)
+    }
+
+    /// Says that the overlay tables have been built from `overlay_raw`: its rows are freed, and none are kept from here on.
+    fn set_lora_weights(&self) {
+        self.core().set_lora_weights();
     }
 
     /// Checks that the pool could rotate away from the active adapter now.

@@ -1,7 +1,8 @@
-//! The pairs of an adapter, as Python describes them.
+//! The pairs and extras of an adapter, as Python describes them.
 
 use std::fs::File;
 
+use hotslot_core::extras::{ExtraInput, ExtraPart};
 use hotslot_core::source::{PairInput, Source, SourceDtype};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -10,9 +11,10 @@ use pyo3::types::PyTuple;
 use crate::address;
 use crate::error::raise;
 
-/// An adapter's pairs, with all that keeps their bytes alive.
+/// An adapter's pairs and extras, with all that keeps their bytes alive.
 pub(crate) struct Pairs {
     list: Vec<Pair>,
+    extras: Vec<Extra>,
     /// Our own files behind Python's descriptors, each opened once.
     files: Vec<(i32, File)>,
     /// What owns the memory of tensors in memory.
@@ -25,6 +27,14 @@ struct Pair {
     scale: f64,
     a: Tensor,
     b: Tensor,
+}
+
+struct Extra {
+    site: usize,
+    part: ExtraPart,
+    content: Tensor,
+    stored: Option<Tensor>,
+    ids: Vec<u32>,
 }
 
 struct Tensor {
@@ -40,14 +50,27 @@ enum Place {
 }
 
 impl Pairs {
-    /// From a sequence of `(site_index, rank, scale, a, b)`.
-    pub(crate) fn from_py(pairs: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let mut this = Self { list: Vec::new(), files: Vec::new(), owners: Vec::new() };
+    /// From a sequence of `(site_index, rank, scale, a, b)` and one of `(site_index, part, content, stored, ids)`.
+    pub(crate) fn from_py(pairs: &Bound<'_, PyAny>, extras: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let mut this = Self { list: Vec::new(), extras: Vec::new(), files: Vec::new(), owners: Vec::new() };
         for pair in pairs.try_iter()? {
             let (site, rank, scale, a, b): (usize, usize, f64, Bound<'_, PyTuple>, Bound<'_, PyTuple>) =
                 pair?.extract()?;
             let pair = Pair { site, rank, scale, a: this.tensor(&a)?, b: this.tensor(&b)? };
             this.list.push(pair);
+        }
+        let Some(extras) = extras else { return Ok(this) };
+        for extra in extras.try_iter()? {
+            type Item<'py> = (usize, String, Bound<'py, PyTuple>, Option<Bound<'py, PyTuple>>, Option<Vec<u32>>);
+            let (site, part, content, stored, ids): Item<'_> = extra?.extract()?;
+            let extra = Extra {
+                site,
+                part: ExtraPart::from_name(&part).map_err(raise)?,
+                content: this.tensor(&content)?,
+                stored: stored.map(|stored| this.tensor(&stored)).transpose()?,
+                ids: ids.unwrap_or_default(),
+            };
+            this.extras.push(extra);
         }
         Ok(this)
     }
@@ -59,6 +82,19 @@ impl Pairs {
             Ok(PairInput { site, rank, scale, a: self.source(&pair.a)?, b: self.source(&pair.b)? })
         };
         self.list.iter().map(input).collect::<Result<_, _>>().map_err(raise)
+    }
+
+    /// The core's view of the extras.
+    pub(crate) fn extra_inputs(&self) -> PyResult<Vec<ExtraInput<'_>>> {
+        let input = |extra: &'_ Extra| {
+            let stored = extra.stored.as_ref().map(|stored| self.source(stored)).transpose()?;
+            Ok((self.source(&extra.content)?, stored))
+        };
+        let inputs = self.extras.iter().map(|extra| {
+            let (source, stored) = input(extra)?;
+            Ok(ExtraInput { site: extra.site, part: extra.part, source, stored, ids: &extra.ids })
+        });
+        inputs.collect::<Result<_, _>>().map_err(raise)
     }
 
     fn source(&self, tensor: &Tensor) -> hotslot_core::Result<Source<'_>> {

@@ -2,7 +2,7 @@
 
 use hotslot_core::config::PeftAdapterConfig as Core;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyMapping};
+use pyo3::types::{PyDict, PyMapping, PyTuple};
 
 use crate::error::raise;
 
@@ -14,6 +14,7 @@ use crate::error::raise;
 ///     use_rslora: Whether the scale is alpha / sqrt(r) in place of alpha / r.
 ///     rank_pattern: Ranks by module pattern.
 ///     alpha_pattern: Alphas by module pattern.
+///     alora_invocation_tokens: The tokens that switch the adapter on (aLoRA); empty for one that is always on.
 ///
 /// Raises:
 ///     AdapterConfigError: A rank is 0 or an alpha is not finite.
@@ -32,17 +33,19 @@ impl From<&Core> for PeftAdapterConfig {
 #[pymethods]
 impl PeftAdapterConfig {
     #[new]
-    #[pyo3(signature = (r, lora_alpha, use_rslora = false, rank_pattern = None, alpha_pattern = None))]
+    #[pyo3(signature = (r, lora_alpha, use_rslora = false, rank_pattern = None, alpha_pattern = None,
+        alora_invocation_tokens = Vec::new()))]
     fn new(
         r: usize,
         lora_alpha: f64,
         use_rslora: bool,
         rank_pattern: Option<&Bound<'_, PyMapping>>,
         alpha_pattern: Option<&Bound<'_, PyMapping>>,
+        alora_invocation_tokens: Vec<u32>,
     ) -> PyResult<Self> {
         let rank_pattern = rank_pattern.map(pattern).transpose()?.unwrap_or_default();
         let alpha_pattern = alpha_pattern.map(pattern).transpose()?.unwrap_or_default();
-        let core = Core { r, lora_alpha, use_rslora, rank_pattern, alpha_pattern };
+        let core = Core { r, lora_alpha, use_rslora, rank_pattern, alpha_pattern, alora_invocation_tokens };
         core.validate().map_err(raise)?;
         Ok(Self { core })
     }
@@ -77,6 +80,12 @@ impl PeftAdapterConfig {
         dict(py, &self.core.alpha_pattern)
     }
 
+    /// The tokens that switch the adapter on; empty for one that is always on.
+    #[getter]
+    fn alora_invocation_tokens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.core.alora_invocation_tokens)
+    }
+
     /// The adapter-wide scale.
     fn scaling(&self) -> f64 {
         self.core.scaling()
@@ -98,6 +107,10 @@ pub(crate) fn config_of(object: &Bound<'_, PyAny>) -> PyResult<Core> {
         use_rslora: object.getattr("use_rslora")?.extract()?,
         rank_pattern: pattern(&object.getattr("rank_pattern")?.cast_into()?)?,
         alpha_pattern: pattern(&object.getattr("alpha_pattern")?.cast_into()?)?,
+        alora_invocation_tokens: match object.getattr_opt("alora_invocation_tokens")? {
+            Some(tokens) => tokens.extract::<Option<_>>()?.unwrap_or_default(),
+            None => Vec::new(),
+        },
     };
     config.validate().map_err(raise)?;
     Ok(config)

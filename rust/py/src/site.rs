@@ -15,6 +15,8 @@ use crate::lora_module::LoraModule;
 ///     out_features: Rows of B.
 ///     layer: Decoder layer; derived from the path if None.
 ///     module: Module; derived from the path if None.
+///     floating: Whether pairs here lie among the extras, so that the site takes no room in every slot; None means as its kind
+///         has it. Embeddings, routers and experts always float.
 ///
 /// Raises:
 ///     ValueError: The kind is unknown.
@@ -33,7 +35,7 @@ impl From<Core> for Site {
 #[pymethods]
 impl Site {
     #[new]
-    #[pyo3(signature = (path, kind, in_features, out_features, layer = None, module = None))]
+    #[pyo3(signature = (path, kind, in_features, out_features, layer = None, module = None, floating = None))]
     fn new(
         path: String,
         kind: &str,
@@ -41,10 +43,12 @@ impl Site {
         out_features: usize,
         layer: Option<usize>,
         module: Option<&Bound<'_, LoraModule>>,
+        floating: Option<bool>,
     ) -> PyResult<Self> {
         let mut core = Core::new(path, SiteKind::from_name(kind).map_err(raise)?, in_features, out_features);
         core.layer = layer.or(core.layer);
         core.module = module.map(|module| (*module.get()).into()).or(core.module);
+        core.floating |= floating.unwrap_or(false);
         Ok(Self { core })
     }
 
@@ -82,6 +86,12 @@ impl Site {
     #[getter]
     fn module(&self) -> Option<LoraModule> {
         self.core.module.map(LoraModule::from)
+    }
+
+    /// Whether pairs here lie among the extras.
+    #[getter]
+    fn floating(&self) -> bool {
+        self.core.floating
     }
 
     fn __repr__(&self) -> String {

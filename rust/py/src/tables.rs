@@ -49,6 +49,16 @@ impl Tables {
         Ok(self.core.b_table(self.check(site)?))
     }
 
+    /// Address of a site's [max_loras] u64 table of gains, f32 [out] each.
+    fn gain_table(&self, site: usize) -> PyResult<u64> {
+        Ok(self.core.gain_table(self.check(site)?))
+    }
+
+    /// Address of a site's [max_loras] u64 table of biases, f32 [out] each.
+    fn bias_table(&self, site: usize) -> PyResult<u64> {
+        Ok(self.core.bias_table(self.check(site)?))
+    }
+
     /// Address of a site's [max_loras] f32 table of scales.
     fn site_scales(&self, site: usize) -> PyResult<u64> {
         Ok(self.core.site_scales(self.check(site)?))

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use hotslot_core::Error;
+use hotslot_core::extras::SlotExtra;
 use hotslot_core::layout::Dtype;
 use hotslot_core::memory::Region;
 use hotslot_core::selector::{Acquired, Selector};
@@ -24,7 +25,7 @@ use crate::tables::{Tables, check_site};
 /// All methods may be called from any thread. Acquire, release, touch and look-up never wait; loads wait for each other only
 /// while records change, never while weights are copied.
 ///
-/// Safety: the pool, the tables and the ids are ranges of writable memory that begin at multiples of 256 and do not overlap. `owner`
+/// Safety: the pool, the extras, the tables and the ids are ranges of writable memory that begin at multiples of 256 and do not overlap. `owner`
 /// keeps them alive and is kept by the pool; nobody else writes them. A slot's weights and cells are read only while a
 /// reference on the slot is held.
 ///
@@ -42,6 +43,8 @@ use crate::tables::{Tables, check_site};
 ///     num_hidden_layers: Decoder layers of the model; 0 means those that the sites name.
 ///     ids_address: First byte of room for slot ids, for `upload_seq_slot_uniform`; 0 for none.
 ///     ids_bytes: Bytes of that room.
+///     extras_address: First byte of what is neither A nor B, and of the pairs of floating sites; 0 for none.
+///     extras_bytes: Bytes of that memory: max_loras times the place of one slot (see `extras_nbytes`), which is a multiple of 256.
 ///
 /// Raises:
 ///     ValueError: The numbers make no pool, or a range is too small, unaligned, or overlaps another.
@@ -73,11 +76,18 @@ impl LoraWeights {
     }
 }
 
+/// A site, a part, an address, rows, columns, row stride and ids.
+type ExtraCells = (usize, &'static str, u64, usize, usize, usize, Vec<u32>);
+
+/// The raw token rows of a slot.
+type RawRows = Vec<(u32, Vec<f32>)>;
+
 #[pymethods]
 impl LoraWeights {
     #[new]
     #[pyo3(signature = (sites, *, max_loras, max_rank, pool_address, pool_bytes, tables_address, tables_bytes, owner,
-        pool_dtype = "bfloat16", pinned = 0, num_hidden_layers = 0, ids_address = 0, ids_bytes = 0))]
+        pool_dtype = "bfloat16", pinned = 0, num_hidden_layers = 0, ids_address = 0, ids_bytes = 0,
+        extras_address = 0, extras_bytes = 0))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments: what a pool is made of")]
     fn new(
         py: Python<'_>,
@@ -94,6 +104,8 @@ impl LoraWeights {
         num_hidden_layers: usize,
         ids_address: u64,
         ids_bytes: u64,
+        extras_address: u64,
+        extras_bytes: u64,
     ) -> PyResult<Self> {
         let mut spec = PoolSpec::new(core_sites(&sites), max_loras, max_rank);
         spec.num_hidden_layers = spec.num_hidden_layers.max(num_hidden_layers);
@@ -102,11 +114,22 @@ impl LoraWeights {
         let pool = Region { base: pool_address, len: pool_bytes };
         let tables = Region { base: tables_address, len: tables_bytes };
         let ids = (ids_bytes > 0).then_some(Region { base: ids_address, len: ids_bytes });
-        let regions: Vec<Region> = [pool, tables].into_iter().chain(ids).collect();
+        let extras = (extras_bytes > 0).then_some(Region { base: extras_address, len: extras_bytes });
+        if extras_bytes.checked_rem(max_loras as u64).unwrap_or(0) != 0 {
+            return Err(raise(Error::Value {
+                what: "extras_bytes",
+                found: extras_bytes.to_string(),
+                expected: format!("a multiple of max_loras = {max_loras}"),
+            }));
+        }
+        spec.extras_bytes = extras_bytes.checked_div(max_loras as u64).unwrap_or(0);
+        // A pool of floating sites alone has slots of no bytes.
+        let pool_region = (pool_bytes > 0).then_some(pool);
+        let regions: Vec<Region> = [Some(tables), pool_region, extras, ids].into_iter().flatten().collect();
         let core = py
             .detach(|| {
                 let memory = address::host_memory(&regions)?;
-                Core::new(spec, pool, tables, Arc::new(memory))
+                Core::new(spec, pool, extras, tables, Arc::new(memory))
             })
             .map_err(raise)?;
         Ok(Self { core, owner, ids, is_closed: AtomicBool::new(false) })
@@ -267,6 +290,21 @@ impl LoraWeights {
         self.core.pair_at(slot, site).map(|pair| (pair.a, pair.b, pair.rank, pair.scale))
     }
 
+    /// What a slot's adapter holds beside its pairs, by site and part.
+    ///
+    /// Returns:
+    ///     (site_index, part, address, rows, cols, row_stride, ids) each; row_stride in elements, which are float32 for "gain",
+    ///     "bias" and "weight_bias", and else the pool's. Empty if there is nothing, or no such slot.
+    fn slot_extras(&self, slot: usize) -> Vec<ExtraCells> {
+        let extras = self.core.slot_extras(slot).into_iter();
+        extras
+            .map(|SlotExtra { address, extra }| {
+                let stride = extra.row_stride();
+                (extra.site, extra.part.name(), address, extra.rows, extra.cols, stride, extra.ids.to_vec())
+            })
+            .collect()
+    }
+
     /// The kernels of a site, which keep the pool's memory alive.
     ///
     /// Raises:
@@ -337,7 +375,7 @@ impl LoraWeights {
         self.core.layout().slot_bytes()
     }
 
-    /// Address of the memory of what is neither A nor B, or None.
+    /// Address of the memory of what is neither A nor B, and of the pairs of floating sites, or None.
     #[getter]
     fn expert_pool(&self) -> Option<u64> {
         self.core.expert_pool().map(|region| region.base)
@@ -397,10 +435,11 @@ impl LoraWeights {
         self.core.lru_tick()
     }
 
-    /// The raw token rows of the startup adapters; None for each, as this pool keeps none.
+    /// The raw token rows (token, values) of each startup slot's adapter, None where it has none; all None after
+    /// `set_lora_weights`.
     #[getter]
-    fn overlay_raw(&self) -> Vec<Option<()>> {
-        self.core.overlay_raw().iter().map(|_| None).collect()
+    fn overlay_raw(&self) -> Vec<Option<RawRows>> {
+        self.core.overlay_raw().into_iter().map(|raw| raw.map(|raw| raw.rows.clone())).collect()
     }
 
     /// The layers that take adapters.

@@ -10,10 +10,11 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 
 use super::dispatch::Kernels;
+use super::epilogue::epilogue;
 use super::expand::expand;
 use super::lanes::{Bf16, F16, LANES, Lanes};
 use super::shrink::shrink;
-use super::work::{Buffer, ExpandJob, ShrinkJob};
+use super::work::{Buffer, EpilogueJob, ExpandJob, ShrinkJob};
 
 /// Sixteen lanes as four NEON registers.
 #[derive(Clone, Copy)]
@@ -78,6 +79,11 @@ impl Lanes for Neon {
     #[inline(always)]
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
         [vaddq_f32(a[0], b[0]), vaddq_f32(a[1], b[1]), vaddq_f32(a[2], b[2]), vaddq_f32(a[3], b[3])]
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        [vmulq_f32(a[0], b[0]), vmulq_f32(a[1], b[1]), vmulq_f32(a[2], b[2]), vmulq_f32(a[3], b[3])]
     }
 
     #[inline(always)]
@@ -162,7 +168,7 @@ impl Lanes for Neon {
     }
 }
 
-pub(super) const NEON: Kernels = Kernels { shrink: shrink_neon, expand: expand_neon };
+pub(super) const NEON: Kernels = Kernels { shrink: shrink_neon, expand: expand_neon, epilogue: epilogue_neon };
 
 #[target_feature(enable = "neon")]
 unsafe fn shrink_neon(job: &ShrinkJob, x: &mut Buffer) {
@@ -172,4 +178,9 @@ unsafe fn shrink_neon(job: &ShrinkJob, x: &mut Buffer) {
 #[target_feature(enable = "neon")]
 unsafe fn expand_neon(job: &ExpandJob, panel: &mut Buffer) {
     expand::<Neon, 1>(job, panel);
+}
+
+#[target_feature(enable = "neon")]
+unsafe fn epilogue_neon(job: &EpilogueJob) {
+    epilogue::<Neon>(job);
 }

@@ -3,9 +3,13 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::lanes::LANES;
 use super::plan::{Plan, Segment};
-use super::work::{BLOCK, Block, Buffer, ExpandJob, Member, SCRATCH, ShrinkJob};
-use super::{Exec, Input, Output, expand as expand_kernel, pool, scalar::Scalar, shrink as shrink_kernel};
+use super::work::{BLOCK, Block, Buffer, EpilogueJob, ExpandJob, Member, SCRATCH, ShrinkJob};
+use super::{
+    ActDtype, Exec, Input, Output, epilogue as epilogue_kernel, expand as expand_kernel, pool, scalar::Scalar,
+    shrink as shrink_kernel,
+};
 
 /// An instruction set that the kernels are compiled for. The bits of the result are the same in all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -66,14 +70,15 @@ impl Isa {
     }
 }
 
-/// The two kernels on one instruction set.
+/// The kernels on one instruction set.
 #[derive(Clone, Copy)]
 pub(super) struct Kernels {
     pub shrink: unsafe fn(&ShrinkJob, &mut Buffer),
     pub expand: unsafe fn(&ExpandJob, &mut Buffer),
+    pub epilogue: unsafe fn(&EpilogueJob),
 }
 
-const SCALAR: Kernels = Kernels { shrink: shrink_scalar, expand: expand_scalar };
+const SCALAR: Kernels = Kernels { shrink: shrink_scalar, expand: expand_scalar, epilogue: epilogue_scalar };
 
 unsafe fn shrink_scalar(job: &ShrinkJob, x: &mut Buffer) {
     // SAFETY: the caller's promise; plain Rust runs everywhere.
@@ -85,6 +90,57 @@ unsafe fn expand_scalar(job: &ExpandJob, panel: &mut Buffer) {
     unsafe { expand_kernel::expand::<Scalar, 1>(job, panel) };
 }
 
+unsafe fn epilogue_scalar(job: &EpilogueJob) {
+    // SAFETY: the caller's promise; plain Rust runs everywhere.
+    unsafe { epilogue_kernel::epilogue::<Scalar>(job) };
+}
+
+/// Floats of the deltas that wait for gains and biases at a time: what stays in the second-level cache.
+const DELTA: usize = 64 << 10;
+
+/// Places of the tokens of a block in the deltas.
+const PLACES: [usize; BLOCK] = {
+    let mut places = [0; BLOCK];
+    let mut i = 0;
+    while i < BLOCK {
+        places[i] = i;
+        i += 1;
+    }
+    places
+};
+
+/// Expands the block of `job`, whose span has gains or biases: into deltas, a few tokens at a time, and from there to `out`.
+///
+/// # Safety
+/// As [`super::apply`]; `job.h` holds the block's h.
+unsafe fn expand_with_effects(
+    kernels: Kernels,
+    plan: &Plan,
+    job: &ExpandJob,
+    rows: &[usize],
+    panel: &mut Buffer,
+    delta: &mut Buffer,
+) {
+    let ExpandJob { member, span, out, next, .. } = *job;
+    let stride = member.out_features.next_multiple_of(LANES);
+    let at_once = (DELTA / stride).clamp(1, job.tokens.len());
+    let deltas = delta.room(at_once * stride);
+    for first in (0..job.tokens.len()).step_by(at_once) {
+        let count = at_once.min(job.tokens.len() - first);
+        // SAFETY: room just made; the rest is the caller's promise, and the instruction set is available.
+        unsafe {
+            deltas.write_bytes(0, count * stride);
+            if span.width > 0 {
+                let to = Output { ptr: deltas.cast(), row_stride: stride, dtype: ActDtype::F32 };
+                let h = job.h.add(first * span.width);
+                (kernels.expand)(&ExpandJob { tokens: &PLACES[..count], member, span, h, out: to, next }, panel);
+            }
+            let (tokens, rows) = (&job.tokens[first..first + count], &rows[first..first + count]);
+            (kernels.epilogue)(&EpilogueJob { plan, tokens, rows, member, span, delta: deltas, stride, out });
+        }
+    }
+}
+
 /// Both halves, block after block.
 ///
 /// # Safety
@@ -93,18 +149,25 @@ pub(super) unsafe fn apply(member: &Member, plan: &Plan, tokens_per_row: usize, 
     let kernels = exec.isa.kernels();
     let run = |segment: usize, _: usize, block: Block| {
         let span = member.spans[segment];
-        if span.width == 0 {
+        if span.is_empty() {
             return;
         }
-        let b = member.parts[span.first_part].b;
+        let b = member.parts_of(&span).first().map_or(std::ptr::null(), |part| part.b);
         let next = member.part_after(segment).map_or(b, |part| part.a);
         SCRATCH.with_borrow_mut(|scratch| {
             let h = scratch.h.room(block.tokens.len() * span.width);
-            let tokens = block.tokens;
+            let Block { tokens, rows } = block;
+            let job = ExpandJob { tokens, member, span, h, out, next };
             // SAFETY: the caller's promise, room for h just made, and the instruction set is available.
             unsafe {
-                (kernels.shrink)(&ShrinkJob { plan, block, x, member, span, h, next: b }, &mut scratch.x);
-                (kernels.expand)(&ExpandJob { tokens, member, span, h, out, next }, &mut scratch.panel);
+                if span.width > 0 {
+                    (kernels.shrink)(&ShrinkJob { plan, block, x, member, span, h, next: b }, &mut scratch.x);
+                }
+                if span.num_effects == 0 {
+                    (kernels.expand)(&job, &mut scratch.panel);
+                } else {
+                    expand_with_effects(kernels, plan, &job, rows, &mut scratch.panel, &mut scratch.delta);
+                }
             }
         });
     };
@@ -157,7 +220,7 @@ pub(super) unsafe fn expand(member: &Member, h: &Buffer, plan: &Plan, tokens_per
     let num_tokens = member.spans.iter().map(|span| span.num_tokens).sum();
     let run = |segment: usize, first: usize, block: Block| {
         let span = member.spans[segment];
-        if span.width == 0 {
+        if span.is_empty() {
             return;
         }
         let next = member.part_after(segment).map_or(std::ptr::null(), |part| part.b);
@@ -165,7 +228,12 @@ pub(super) unsafe fn expand(member: &Member, h: &Buffer, plan: &Plan, tokens_per
             // SAFETY: the caller's promise; h has the block's tokens at this place.
             unsafe {
                 let h = h.as_ptr().add(span.h + first * span.width);
-                (kernels.expand)(&ExpandJob { tokens: block.tokens, member, span, h, out, next }, &mut scratch.panel);
+                let job = ExpandJob { tokens: block.tokens, member, span, h, out, next };
+                if span.num_effects == 0 {
+                    (kernels.expand)(&job, &mut scratch.panel);
+                } else {
+                    expand_with_effects(kernels, plan, &job, block.rows, &mut scratch.panel, &mut scratch.delta);
+                }
             }
         });
     };

@@ -27,6 +27,7 @@ pub(super) trait Lanes: Copy {
     /// `a * b + c` in every lane, rounded once.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
 
     unsafe fn load_f32(p: *const f32) -> Self::V;
     unsafe fn load_bf16(p: *const Bf16) -> Self::V;

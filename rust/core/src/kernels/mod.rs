@@ -1,8 +1,12 @@
-//! CPU kernels: out += sum over the row's entries of weight * scale * (x A^T) B^T.
+//! CPU kernels: out += sum over the row's entries of weight * scale * (x A^T) B^T, with the entries' gains and biases.
 //!
 //! ```text
 //! x [tokens, in]   A [rank, in], row stride padded(in)   B [out, rank], row stride padded(rank)   out [tokens, out]
+//! gain, bias [out], f32
 //! ```
+//!
+//! Where an entry has a gain or bias, what `expand` sums up goes through `epilogue` first: both base and delta are multiplied
+//! by the gain, then biases are added times their weights.
 //!
 //! Rows are grouped by slot ([`Plan`]), so that each adapter's weights are read once per call. Sums are f32; a row of `out` is
 //! rounded once. The order of every sum is fixed (see `shrink` and `expand`) and depends on nothing but the row's own entries,
@@ -16,6 +20,7 @@
 #![allow(clippy::needless_range_loop, reason = "one index runs over several fixed arrays, and unrolls")]
 
 mod dispatch;
+mod epilogue;
 mod expand;
 mod lanes;
 mod plan;
@@ -66,13 +71,17 @@ pub struct SiteView {
     pub a_table: *const u64,
     /// `[max_loras]` addresses of B; 0 where the slot does not adapt this site.
     pub b_table: *const u64,
+    /// `[max_loras]` addresses of gains, f32 `[out]`; 0 where the slot has none.
+    pub gain_table: *const u64,
+    /// `[max_loras]` addresses of biases, f32 `[out]`; 0 where the slot has none.
+    pub bias_table: *const u64,
     /// `[max_loras]` factors of the deltas.
     pub scale: *const f32,
     /// `[max_loras]` ranks.
     pub rank: *const i32,
     /// Cells of each column.
     pub max_loras: usize,
-    /// Element type of A and B.
+    /// Element type of A and B; gains and biases are f32.
     pub weight_dtype: Dtype,
 }
 
@@ -178,7 +187,7 @@ thread_local! {
     static MEMBER: RefCell<Member> = const { RefCell::new(Member::new()) };
 }
 
-/// Adds the deltas of one site to `out`. Rows without an adapter here are not touched.
+/// Adds the deltas of one site to `out`, with gains and biases. Rows without an adapter here are not touched.
 ///
 /// # Errors
 /// [`Error::Route`] if the tokens do not divide by the plan's rows (and the rows differ) or the plan is for another number of
@@ -186,7 +195,7 @@ thread_local! {
 ///
 /// # Safety
 /// `x` and `out` are valid for their rows and aligned to their elements; nobody else writes to `x` or uses `out` meanwhile. The tables of `site` hold
-/// `max_loras` cells each. For every slot of the plan, the cells hold 0 or addresses of A and B as the module describes them,
+/// `max_loras` cells each. For every slot of the plan, the cells hold 0 or addresses of A, B, gain and bias as the module describes them,
 /// with a rank as their strides have it, pads zeroed; these cells and weights do not change during the call.
 pub unsafe fn apply(site: &SiteView, plan: &Plan, x: Input, out: Output, exec: Exec) -> Result<()> {
     if plan.is_base() || x.num_tokens == 0 {

@@ -41,6 +41,14 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
+    unsafe fn mul(mut a: Self::V, b: Self::V) -> Self::V {
+        for j in 0..LANES {
+            a[j] *= b[j];
+        }
+        a
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(p: *const f32) -> Self::V {
         p.cast::<[f32; LANES]>().read_unaligned()
     }

@@ -26,17 +26,43 @@ unsafe impl Send for Part {}
 // SAFETY: as above.
 unsafe impl Sync for Part {}
 
+/// What one adapter does at one site beside its pair, as its cells were when the call began.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Effect {
+    /// Null if it has none.
+    pub gain: *const f32,
+    /// Null if it has none.
+    pub bias: *const f32,
+    /// Index of the entry in its row.
+    pub entry: usize,
+}
+
+// SAFETY: as for `Part`.
+unsafe impl Send for Effect {}
+// SAFETY: as above.
+unsafe impl Sync for Effect {}
+
 /// A segment of the plan at one site.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Span {
     /// Its parts in the member's list; none if no slot of the segment adapts the site.
     pub first_part: usize,
     pub num_parts: usize,
+    /// Its effects in the member's list; none if no slot of the segment has a gain or bias at the site.
+    pub first_effect: usize,
+    pub num_effects: usize,
     /// Floats of h per token: the padded ranks of the parts, one after the other.
     pub width: usize,
     /// Where its h begins.
     pub h: usize,
     pub num_tokens: usize,
+}
+
+impl Span {
+    /// Whether the segment leaves the site alone.
+    pub fn is_empty(&self) -> bool {
+        self.width == 0 && self.num_effects == 0
+    }
 }
 
 /// A site of a call.
@@ -46,6 +72,7 @@ pub(super) struct Member {
     pub out_features: usize,
     pub weights: Dtype,
     pub parts: Vec<Part>,
+    pub effects: Vec<Effect>,
     /// One for each segment of the plan.
     pub spans: Vec<Span>,
     /// Floats of h in all.
@@ -61,6 +88,7 @@ impl Member {
             out_features: 0,
             weights: Dtype::Bf16,
             parts: Vec::new(),
+            effects: Vec::new(),
             spans: Vec::new(),
             h_len: 0,
             work: 0,
@@ -76,11 +104,12 @@ impl Member {
         self.out_features = site.out_features;
         self.weights = site.weight_dtype;
         self.parts.clear();
+        self.effects.clear();
         self.spans.clear();
         self.h_len = 0;
         self.work = 0;
         for segment in plan.segments() {
-            let first_part = self.parts.len();
+            let (first_part, first_effect) = (self.parts.len(), self.effects.len());
             let mut width = 0;
             for (entry, row_entry) in plan.entries_of(plan.row_at(segment.start)).iter().enumerate() {
                 let slot = row_entry.slot as usize;
@@ -93,6 +122,11 @@ impl Member {
                         site.scale.add(slot).read(),
                     )
                 };
+                // SAFETY: as above.
+                let (gain, bias) = unsafe { (site.gain_table.add(slot).read(), site.bias_table.add(slot).read()) };
+                if gain != 0 || bias != 0 {
+                    self.effects.push(Effect { gain: gain as *const f32, bias: bias as *const f32, entry });
+                }
                 if a == 0 || b == 0 || rank <= 0 {
                     continue;
                 }
@@ -101,20 +135,28 @@ impl Member {
                 self.parts.push(Part { a: a as *const u8, b: b as *const u8, rank, scale, entry });
             }
             let num_tokens = segment.len * tokens_per_row;
+            let num_effects = self.effects.len() - first_effect;
             self.spans.push(Span {
                 first_part,
                 num_parts: self.parts.len() - first_part,
+                first_effect,
+                num_effects,
                 width,
                 h: self.h_len,
                 num_tokens,
             });
             self.h_len += num_tokens * width;
             self.work += num_tokens * width * (site.in_features + site.out_features);
+            self.work += num_tokens * num_effects * site.out_features;
         }
     }
 
     pub fn parts_of(&self, span: &Span) -> &[Part] {
         &self.parts[span.first_part..span.first_part + span.num_parts]
+    }
+
+    pub fn effects_of(&self, span: &Span) -> &[Effect] {
+        &self.effects[span.first_effect..span.first_effect + span.num_effects]
     }
 
     /// The first part of the segments after `segment`.
@@ -154,6 +196,21 @@ pub(super) struct ExpandJob<'a> {
     pub next: *const u8,
 }
 
+/// Adds the delta of some tokens to the rows of `out`, with gains and biases.
+pub(super) struct EpilogueJob<'a> {
+    pub plan: &'a Plan,
+    pub tokens: &'a [usize],
+    /// The row of each token.
+    pub rows: &'a [usize],
+    pub member: &'a Member,
+    pub span: Span,
+    /// A row for each of the tokens.
+    pub delta: *const f32,
+    /// Floats from one row of the delta to the next.
+    pub stride: usize,
+    pub out: Output,
+}
+
 /// Sixteen floats on a cache line of their own.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
@@ -191,10 +248,12 @@ pub(super) struct Scratch {
     pub h: Buffer,
     /// Columns of B as f32, sixteen to a vector.
     pub panel: Buffer,
+    /// Deltas that gains and biases wait for.
+    pub delta: Buffer,
 }
 
 thread_local! {
     pub(super) static SCRATCH: RefCell<Scratch> = const {
-        RefCell::new(Scratch { x: Buffer::new(), h: Buffer::new(), panel: Buffer::new() })
+        RefCell::new(Scratch { x: Buffer::new(), h: Buffer::new(), panel: Buffer::new(), delta: Buffer::new() })
     };
 }

@@ -9,10 +9,11 @@
 use std::arch::x86_64::*;
 
 use super::dispatch::Kernels;
+use super::epilogue::epilogue;
 use super::expand::expand;
 use super::lanes::{Bf16, F16, Lanes};
 use super::shrink::shrink;
-use super::work::{Buffer, ExpandJob, ShrinkJob};
+use super::work::{Buffer, EpilogueJob, ExpandJob, ShrinkJob};
 
 /// Sixteen lanes as two AVX registers: lanes 0 to 7, lanes 8 to 15.
 #[derive(Clone, Copy)]
@@ -85,6 +86,11 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
         [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])]
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])]
     }
 
     #[inline(always)]
@@ -213,6 +219,11 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        _mm512_mul_ps(a, b)
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(p: *const f32) -> Self::V {
         _mm512_loadu_ps(p)
     }
@@ -317,8 +328,8 @@ impl Lanes for Avx512 {
     }
 }
 
-pub(super) const AVX2: Kernels = Kernels { shrink: shrink_avx2, expand: expand_avx2 };
-pub(super) const AVX512: Kernels = Kernels { shrink: shrink_avx512, expand: expand_avx512 };
+pub(super) const AVX2: Kernels = Kernels { shrink: shrink_avx2, expand: expand_avx2, epilogue: epilogue_avx2 };
+pub(super) const AVX512: Kernels = Kernels { shrink: shrink_avx512, expand: expand_avx512, epilogue: epilogue_avx512 };
 
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn shrink_avx2(job: &ShrinkJob, x: &mut Buffer) {
@@ -330,6 +341,11 @@ unsafe fn expand_avx2(job: &ExpandJob, panel: &mut Buffer) {
     expand::<Avx2, 1>(job, panel);
 }
 
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn epilogue_avx2(job: &EpilogueJob) {
+    epilogue::<Avx2>(job);
+}
+
 #[target_feature(enable = "avx512f")]
 unsafe fn shrink_avx512(job: &ShrinkJob, x: &mut Buffer) {
     shrink::<Avx512, 4, 2>(job, x);
@@ -338,4 +354,9 @@ unsafe fn shrink_avx512(job: &ShrinkJob, x: &mut Buffer) {
 #[target_feature(enable = "avx512f")]
 unsafe fn expand_avx512(job: &ExpandJob, panel: &mut Buffer) {
     expand::<Avx512, 4>(job, panel);
+}
+
+#[target_feature(enable = "avx512f")]
+unsafe fn epilogue_avx512(job: &EpilogueJob) {
+    epilogue::<Avx512>(job);
 }

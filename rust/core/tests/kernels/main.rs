@@ -5,6 +5,7 @@
 #![allow(missing_docs, reason = "a test's name is its sentence")]
 
 mod arguments;
+mod effects;
 mod invariance;
 mod rows;
 mod site;
@@ -41,9 +42,9 @@ fn check(site: &Site, rows: &[Vec<RowEntry>], x: &Rows, base: &Rows, context: &s
     let mut expected = base.clone();
     for token in 0..x.count() {
         let row = &rows[token * rows.len() / x.count()];
-        if let Some(delta) = site.canonical_delta(row, &x.row(token)) {
-            for (n, delta) in delta.into_iter().enumerate() {
-                expected.set(token, n, base.value(token, n) + delta);
+        if let Some(values) = site.canonical_row(row, &x.row(token), &base.row(token)) {
+            for (n, value) in values.into_iter().enumerate() {
+                expected.set(token, n, value);
             }
         }
     }
@@ -58,8 +59,9 @@ fn check(site: &Site, rows: &[Vec<RowEntry>], x: &Rows, base: &Rows, context: &s
         let ranks: usize = site.pairs_of(row).iter().map(|(_, pair)| padded(pair.rank)).sum();
         // Roundings on the way of a term: its lane, the tree, weight * scale and its product, the column's sum; then the addition.
         let steps = (site.k.div_ceil(32) + 5 + 2 + ranks + 1) as f64;
-        for (n, (delta, size)) in site.dense_delta(row, &x.row(token)).into_iter().enumerate() {
-            let exact = f64::from(base.value(token, n)) + delta;
+        let dense = site.dense_row(row, &x.row(token), &base.row(token));
+        for (n, (exact, size, roundings)) in dense.into_iter().enumerate() {
+            let steps = steps + roundings as f64;
             let error = (f64::from(expected.value(token, n)) - exact).abs();
             let bound =
                 1.01 * steps * unit * size + (exact.abs() + size * steps * unit) * (unit + rounding) + 1e-7 * rounding;

@@ -74,12 +74,18 @@ impl Adapter {
     }
 
     pub fn staged(&self, weights: &LoraWeights) -> Staged<'_> {
-        Staged::read(weights.layout(), &self.config, &self.pairs(), Digest::Compute, Staging::default()).unwrap()
+        Staged::read(weights.layout(), &self.config, &self.pairs(), &[], Digest::Compute, Staging::default()).unwrap()
     }
 
     fn with_input<T>(&self, run: impl FnOnce(&LoraAdapterInput<'_>) -> T) -> T {
         let tensors = self.pairs();
-        run(&LoraAdapterInput { name: &self.name, tensors: &tensors, config: &self.config, digest: Digest::Compute })
+        run(&LoraAdapterInput {
+            name: &self.name,
+            tensors: &tensors,
+            extras: &[],
+            config: &self.config,
+            digest: Digest::Compute,
+        })
     }
 
     pub fn pack(&self, weights: &LoraWeights, slot: usize) -> Result<Loaded> {
@@ -109,8 +115,8 @@ pub fn value_in_slot(weights: &LoraWeights, slot: usize) -> Option<f32> {
     for (site, shape) in weights.layout().sites().iter().enumerate() {
         let rank = cells.ranks[site] as usize;
         if rank > 0 {
-            values.extend(memory.rows(cells.pointers[2 * site], rank, shape.in_features));
-            values.extend(memory.rows(cells.pointers[2 * site + 1], shape.out_features, rank));
+            values.extend(memory.rows(cells.pointers[4 * site], rank, shape.in_features));
+            values.extend(memory.rows(cells.pointers[4 * site + 1], shape.out_features, rank));
         }
     }
     let first = values.first().copied()?;

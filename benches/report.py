@@ -1,0 +1,260 @@
+"""Writes the tables and the plots of README.md from results.json; a second run changes nothing.
+
+python benches/report.py [folder]            the folder has results.json and README.md; default: this one
+
+Only what stands between the two markers is replaced. Without matplotlib the plots stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import targets
+
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- results: begin (written by report.py) -->", "<!-- results: end -->"
+PLOTS = {
+    "distinct": ("distinct adapters in a batch of 64, rank 16", "added"),
+    "rank": ("rank of 16 adapters in a batch of 16", "added"),
+    "batch": ("rows of the batch, 16 adapters at most, rank 16", "added"),
+    "base_rows": ("rows of the batch, none with an adapter", "ratio"),
+    "prefill": ("tokens of each of 4 prompts, 4 adapters, rank 16", "ratio"),
+}
+COLORS = {
+    "hotslot": "#c1121f", "hotslot, base rows": "#c1121f", "hotslot, outside a route": "#f4a261",
+    "PEFT mixed": "#33658a", "PEFT mixed, base rows": "#33658a", "polylora": "#6a994e", "polylora, base rows": "#6a994e",
+    "torch gather + bmm": "#7b5ea7", "torch loop": "#8d99ae",
+}  # fmt: skip
+
+Cases = list[dict[str, Any]]
+
+
+# --- tables -------------------------------------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table and an empty line."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines] + [""]
+
+
+def contest_table(case: dict[str, Any]) -> list[str]:
+    """One contest in full."""
+    rows = [
+        [
+            name,
+            f"{t['ratio']:.3f}",
+            f"{t['added'] * 1e3:+.2f}",
+            f"{t['median'] * 1e3:.2f} [{t['low'] * 1e3:.2f}, {t['high'] * 1e3:.2f}]",
+        ]
+        for name, t in case["timings"].items()
+    ]
+    facts = f"**{case['title']}**: floor {case['floor_seconds'] * 1e3:.2f} ms"
+    if "flop_share" in case:
+        facts = f"**{case['title']}**: LoRA's share of the multiply-adds {case['flop_share']:.1%}"
+    return [facts, "", *table(["contender", "x base", "added ms", "median ms [quartiles]"], rows)]
+
+
+def sweep_table(what: str, cases: Cases, names: Sequence[str], cell: Callable[[dict[str, float]], str]) -> list[str]:
+    """One figure: a row for each point, a column for each contender."""
+    head = [what, "floor ms", "base ms [quartiles]", *names]
+    rows = []
+    for case in cases:
+        base = case["timings"]["base"]
+        spread = f"{base['median'] * 1e3:.1f} [{base['low'] * 1e3:.1f}, {base['high'] * 1e3:.1f}]"
+        cells = [cell(case["timings"][name]) for name in names]
+        rows.append([str(case["x"]), f"{case['floor_seconds'] * 1e3:.2f}", spread, *cells])
+    return table(head, rows)
+
+
+def added_cell(t: dict[str, float]) -> str:
+    """Milliseconds that a contender adds, its ratio, and the quartiles of its step."""
+    return f"{t['added'] * 1e3:+.2f} (x {t['ratio']:.2f}) [{t['low'] * 1e3:.1f}, {t['high'] * 1e3:.1f}]"
+
+
+def names_of(cases: Cases, *, base_rows: bool) -> list[str]:
+    """The contenders beside the base, with or without adapters."""
+    order = [name for name in COLORS if name in cases[0]["timings"]]
+    return [name for name in order if (name.endswith("base rows") or name.endswith("a route")) == base_rows]
+
+
+def kernels(found: dict[str, Any]) -> list[str]:
+    """Decode against the bandwidth, prefill against one thread."""
+    rows = [
+        [str(r["size"]), str(r["rank"]), str(r["threads"]), f"{r['bytes_per_second'] / 1e9:.1f}", f"{r['read'] / 1e9:.1f}", f"{r['share']:.0%}"]
+        for r in found["decode"]
+    ]  # fmt: skip
+    lines = ["Decode, 16 rows with 16 slots; a read of as many bytes in the same rounds on as many threads:", ""]
+    lines += table(["K = N", "rank", "threads", "GB/s", "read GB/s", "share"], rows)
+    threads = list(found["prefill"][0]["seconds"])
+    rows = [
+        [str(r["size"]), *(f"{r['seconds'][n] * 1e6:.0f}" for n in threads), f"{r['scaling']:.2f}"] for r in found["prefill"]
+    ]
+    lines += ["Prefill, 4 prompts of 512 tokens, 4 adapters, rank 16:", ""]
+    return lines + table(["K = N", *(f"us, {n} threads" for n in threads), "scaling"], rows)
+
+
+def promotion(found: dict[str, Any]) -> list[str]:
+    """Against memcpy, and beside other rows."""
+    rows = [
+        [
+            f"{r['nbytes'] / 1e6:.1f}",
+            f"{r['promotion_seconds'] * 1e3:.2f}",
+            f"{r['memcpy_seconds'] * 1e3:.2f}",
+            f"{r['memcpy_seconds'] / r['promotion_seconds']:.0%}",
+        ]
+        for r in found["sizes"]
+    ]
+    lines = table(["adapter MB", "promotion ms", "memcpy ms", "speed of memcpy"], rows)
+    pace = found["pace"]
+    lines += table(
+        ["a routed row's steps beside", "median ms", "p95 ms"],
+        [[name, f"{pace['median'][name] * 1e3:.2f}", f"{pace['p95'][name] * 1e3:.2f}"] for name in pace["median"]],
+    )
+    acquires = ", ".join(f"by {how} {seconds * 1e9:.0f} ns" for how, seconds in found["acquire_seconds"].items())
+    return [*lines, f"Acquire and release from Python: {acquires}.", ""]
+
+
+def sections(results: dict[str, Any]) -> list[str]:
+    """The text between the markers."""
+    any_machine = next(iter(results.values()))["machine"]
+    lines = [
+        f"{any_machine['cpu']}, {any_machine['cores']} cores, {any_machine['kernel_isa']} kernels; torch {any_machine['torch']} with "
+        f"{any_machine['torch_threads']} threads, transformers {any_machine['transformers']}, PEFT {any_machine.get('peft', '?')}, "
+        f"polylora {any_machine.get('polylora') or 'not installed: its rows are left out'}.",
+        "",
+        "## Targets",
+        "",
+    ]
+    rows = [[str(v.number), v.target, v.where, v.measured, "pass" if v.passed else "**fail**"] for v in targets.verdicts(results)]
+    lines += table(["", "target", "where", "measured", ""], rows)
+    if "decode" in results:
+        lines += ["## Decode step", ""]
+        for case in results["decode"]["cases"]:
+            lines += contest_table(case)
+    sweeps = (
+        ("distinct", "Step time against distinct adapters", "adapters"),
+        ("rank", "Step time against rank", "rank"),
+        ("batch", "Step time against batch", "rows"),
+    )
+    for figure, title, what in sweeps:
+        if figure in results:
+            cases = results[figure]["cases"]
+            lines += [f"## {title}", "", f"![{title}](plots/{figure}.png)", ""]
+            lines += ["160M shape; milliseconds added to the base step (ratio) [quartiles of the step].", ""]
+            lines += sweep_table(what, cases, names_of(cases, base_rows=False), added_cell)
+    if "batch" in results:
+        cases = results["batch"]["cases"]
+        lines += ["## Batches without adapters", "", "![Base-only batches](plots/base_rows.png)", ""]
+        lines += sweep_table("rows", cases, names_of(cases, base_rows=True), added_cell)
+    if "prefill" in results:
+        lines += ["## Prefill", "", "![Prefill length](plots/prefill.png)", ""]
+        for case in results["prefill"]["cases"]:
+            lines += contest_table(case)
+    if "kernels" in results:
+        lines += ["## Kernels alone", "", *kernels(results["kernels"])]
+    if "true_rank" in results:
+        rows = [
+            [c["what"], f"{c['tight_seconds'] * 1e3:.2f}", f"{c['wide_seconds'] * 1e3:.2f}", f"{c['ratio']:.3f}"]
+            for c in results["true_rank"]["cases"]
+        ]
+        lines += ["## True rank", "", *table(["rank 8, 16 adapters", "room for 8, ms", "room for 64, ms", "ratio"], rows)]
+    if "promotion" in results:
+        lines += ["## Promotion", "", *promotion(results["promotion"])]
+    if "memory" in results:
+        rows = [
+            [c["what"], str(c["count"]), f"{c['seconds']:.1f}", f"{c['growth'] / 1e6:+.2f}", "pass" if c["flat"] else "**fail**"]
+            for c in results["memory"]["cases"]
+        ]
+        lines += ["## Memory", "", "![Resident memory](plots/memory.png)", ""]
+        lines += table(["what", "count", "seconds", "growth after warm-up, MB", "flat within 2 MB"], rows)
+    return lines
+
+
+# --- plots --------------------------------------------------------------------------------------------------------------------
+
+
+def plots(results: dict[str, Any], folder: Path) -> None:
+    """One PNG a figure."""
+    from matplotlib.figure import Figure
+
+    def save(figure: Figure, name: str) -> None:
+        folder.mkdir(exist_ok=True)
+        figure.savefig(folder / f"{name}.png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+
+    for name, (label, what) in PLOTS.items():
+        source = "batch" if name == "base_rows" else name
+        if source not in results:
+            continue
+        cases = results[source]["cases"]
+        if name == "prefill":
+            shape = max((c["shape"] for c in cases), key=lambda shape: sum(c["shape"] == shape for c in cases))
+            cases = [c for c in cases if c["shape"] == shape]
+        figure = Figure(figsize=(7.5, 4.2))
+        axes = figure.add_subplot()
+        xs = [case["x"] for case in cases]
+        for contender in names_of(cases, base_rows=name == "base_rows"):
+            ts = [case["timings"][contender] for case in cases]
+            bases = [case["timings"]["base"]["median"] for case in cases]
+            if what == "added":
+                ys = [1e3 * t["added"] for t in ts]
+                spread = [1e3 * (t["high"] - t["low"]) / 2 for t in ts]
+            else:
+                ys = [t["ratio"] for t in ts]
+                spread = [(t["high"] - t["low"]) / 2 / base for t, base in zip(ts, bases, strict=True)]
+            axes.errorbar(xs, ys, spread, marker="o", ms=4, capsize=2, label=contender, color=COLORS[contender])
+        if what == "added":
+            axes.plot(xs, [1e3 * case["floor_seconds"] for case in cases], "k--", label="floor: bytes / read bandwidth")
+            axes.set_yscale("symlog", linthresh=1)
+            axes.set_ylabel("ms added to the base step")
+        else:
+            floors = [1 + c["floor_seconds"] / c["timings"]["base"]["median"] for c in cases]
+            floors = [1.0] * len(xs) if name == "base_rows" else floors
+            axes.plot(xs, floors, "k--", label="floor")
+            axes.set_ylabel("x base step")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, [str(x) for x in xs])
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        save(figure, name)
+    if "memory" in results:
+        figure = Figure(figsize=(7.5, 3.2))
+        axes = figure.add_subplot()
+        for case in results["memory"]["cases"]:
+            first = case["curve"][0][1]
+            axes.plot([x / case["count"] for x, _ in case["curve"]], [(y - first) / 1e6 for _, y in case["curve"]],
+                      label=f"{case['count']} {case['what']}")  # fmt: skip
+        axes.axvline(0.1, color="k", ls=":", label="warm-up ends")
+        axes.set_xlabel("share of the run")
+        axes.set_ylabel("MB resident since the start")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        save(figure, "memory")
+
+
+def main(arguments: list[str]) -> None:
+    """Rewrite the README's results, and the plots beside it."""
+    folder = Path(arguments[0]) if arguments else HERE
+    results = json.loads((folder / "results.json").read_text())
+    readme = folder / "README.md"
+    text = readme.read_text()
+    if BEGIN not in text or END not in text:
+        sys.exit(f"{readme} has no markers; expected {BEGIN!r} and {END!r}")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    written = "\n".join([*sections(results)]).rstrip()
+    readme.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}")
+    try:
+        plots(results, folder / "plots")
+    except ImportError:
+        print("report: no matplotlib, so the plots stay as they are")
+    print(f"report: {readme}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,324 @@
+"""What the core is handed for one adapter: its pairs, and its extras with what the base model makes of them.
+
+Three things of an adapter mean something only beside the base's own weights, and are worked out here, once per load:
+
+gain   DoRA:              g = m / |W + scale B A|  by row                            (Liu et al. 2024)
+bias   all kinds of bias: (1 - g) b  +  b' - b  +  scale * bias of B                 b: the base's, b': the adapter's
+pairs  routed experts:    one pair for each expert and projection, cut out of the file's stacked ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ._core import Site, extras_nbytes
+from .adapter import Adapter, ResolvedAdapter
+from .errors import AdapterConfigError
+from .experts import ExpertLayout
+from .extras import ResolvedExpert, ResolvedPair
+from .sites import ModelSite
+from .tensors import TensorRef, memory_tensor
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ExtraInput:
+    """One extra, as the core takes it.
+
+    Attributes:
+        site: Index of the site.
+        part: "gain", "bias", "weight", "weight_bias" or "rows".
+        content: The adapter's own tensor, which its identity covers.
+        stored: What is put into the slot's place, where that is another.
+        ids: The tokens of "rows".
+    """
+
+    site: int
+    part: str
+    content: TensorRef
+    stored: TensorRef | None = None
+    ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class LoadInputs:
+    """All that goes into a slot.
+
+    Attributes:
+        pairs: A and B by site.
+        extras: What is neither.
+    """
+
+    pairs: list[ResolvedPair]
+    extras: list[ExtraInput]
+
+
+@dataclass
+class PlaceSpec:
+    """The room that adapters need in a place, by site: what the extras allocation is sized by.
+
+    Attributes:
+        ranks: Ranks of pairs.
+        parts: (rows, cols) of extras by site and part.
+    """
+
+    ranks: dict[int, int] = field(default_factory=dict)
+    parts: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
+
+    def include(self, pairs: Sequence[tuple[Any, ...]], extras: Sequence[tuple[Any, ...]]) -> None:
+        """Make room for one more adapter, given in the form of the binding: the larger of each."""
+        for site, rank, *_ in pairs:
+            self.ranks[site] = max(rank, self.ranks.get(site, 0))
+        for site, part, content, stored, _ in extras:
+            rows, cols = (stored or content)[-1]
+            self.parts[site, part] = max(rows, self.parts.get((site, part), (0, 0))[0]), cols
+
+    def nbytes(self, sites: Sequence[Site], pool_dtype: str) -> int:
+        """Bytes of a place; 0 if nothing needs one."""
+        parts = [(site, part, rows, cols) for (site, part), (rows, cols) in self.parts.items()]
+        return extras_nbytes(list(sites), pool_dtype, list(self.ranks.items()), parts)
+
+
+class InputBuilder:
+    """Makes the core's inputs of adapters that were resolved against one model's sites.
+
+    Args:
+        sites: The model's sites, in the pool's order.
+        layouts: The model's routed experts by module path; empty where they are not served.
+        head: Index of the output embedding's site if its weight is the input embedding's (tied), else None.
+        embedding: Index of the input embedding's site, or None.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[ModelSite],
+        layouts: Mapping[str, ExpertLayout],
+        head: int | None,
+        embedding: int | None,
+    ) -> None:
+        self._sites = sites
+        self._layouts = layouts
+        self._tied_head = head
+        self._embedding = embedding
+        self._experts = {
+            (found.site.path.rpartition("[")[0], *found.expert): index
+            for index, found in enumerate(sites)
+            if found.expert is not None
+        }
+
+    def build(self, adapter: Adapter, resolved: ResolvedAdapter) -> LoadInputs:
+        """The pairs and extras of an adapter. Reads the base's weights where DoRA or a bias needs them.
+
+        Raises:
+            AdapterConfigError: A combination that PEFT does not have, or DoRA on a layer whose weights cannot be read.
+        """
+        extras = resolved.extras
+        self._check_combinations(adapter, resolved)
+        pairs = [*resolved.pairs, *extras.embeddings, *extras.routers]
+        pairs += [pair for found in extras.experts for pair in self._expert_pairs(found)]
+        found = self._adjustments(adapter, resolved)
+        for saved in extras.saved:
+            if saved.leaf == "weight":
+                found.append(ExtraInput(saved.site_index, "weight", saved.tensor))
+            else:
+                found.append(ExtraInput(saved.site_index, "weight_bias", _row(saved.tensor)))
+        found += self._base_biases_of_saved(resolved)
+        found += self._tied_saved(resolved)
+        for tokens in extras.tokens:
+            found.append(ExtraInput(tokens.site_index, "rows", tokens.rows, ids=tokens.ids))
+            if tokens.site_index == self._embedding and self._tied_head is not None:
+                found.append(ExtraInput(self._tied_head, "rows", tokens.rows, ids=tokens.ids))
+        return LoadInputs(sorted(pairs, key=lambda pair: pair.site_index), found)
+
+    def _check_combinations(self, adapter: Adapter, resolved: ResolvedAdapter) -> None:
+        """Refuse what PEFT refuses, or does not define."""
+        extras = resolved.extras
+        if extras.invocation_tokens:
+            ungated = {
+                "DoRA": extras.gains,
+                "biases": extras.biases,
+                "lora_bias": extras.lora_biases,
+                "LoRA on an embedding": extras.embeddings,
+                "LoRA on a router": extras.routers,
+                "LoRA on routed experts": extras.experts,
+            }
+            for what, found in ungated.items():
+                if found:
+                    self._refuse(adapter, f"combines aLoRA with {what}; expected pairs on linear layers", "alora_invocation_tokens")
+        pairs = {pair.site_index for pair in resolved.pairs}
+        for saved in extras.saved:
+            if saved.site_index in pairs:
+                path = self._sites[saved.site_index].site.path
+                self._refuse(adapter, f"holds {path} both saved whole and as A and B; expected one of them", "modules_to_save")
+        whole = {saved.site_index for saved in extras.saved if saved.leaf == "weight"}
+        for saved in extras.saved:
+            if saved.leaf == "bias" and saved.site_index not in whole:
+                path = self._sites[saved.site_index].site.path
+                self._refuse(adapter, f"holds the saved bias of {path} without its weight; expected both", "modules_to_save")
+
+    def _adjustments(self, adapter: Adapter, resolved: ResolvedAdapter) -> list[ExtraInput]:
+        """Gains and biases by site."""
+        extras = resolved.extras
+        pairs = {pair.site_index: pair for pair in resolved.pairs}
+        found: list[ExtraInput] = []
+        own = {vector.site_index: vector.tensor.to_numpy().reshape(-1) for vector in extras.lora_biases}
+        absolute = {saved.site_index: saved.tensor.to_numpy().reshape(-1) for saved in extras.biases}
+        shifts: dict[int, Array] = {}
+        for vector in extras.gains:
+            site = vector.site_index
+            gain = self._gain(adapter, site, pairs[site], vector.tensor.to_numpy().reshape(-1))
+            found.append(ExtraInput(site, "gain", _row(vector.tensor), _held(f"{site} gain", gain)))
+            base = self._base_bias(site)
+            if base is not None:
+                shifts[site] = (1 - gain) * base
+        for site in sorted({*shifts, *own, *absolute}):
+            out = self._sites[site].site.out_features
+            zero = np.zeros(out, np.float32)
+            scaled = own[site] * np.float32(pairs[site].scale) if site in own else zero
+            replaced = zero
+            if site in absolute:
+                base = self._base_bias(site)
+                if base is None:
+                    path = self._sites[site].site.path
+                    self._refuse(adapter, f"holds a trained bias for {path}, which has none in this model", "bias")
+                replaced = absolute[site] - base
+            # What the adapter itself says, in a form that tells an added bias from one in place of the base's.
+            content = np.stack([scaled, absolute.get(site, zero), np.full(out, float(site in absolute), np.float32)])
+            stored = shifts.get(site, zero) + replaced + scaled
+            found.append(ExtraInput(site, "bias", _held(f"{site} bias", content), _held(f"{site} bias", stored)))
+        return found
+
+    def _gain(self, adapter: Adapter, site: int, pair: ResolvedPair, magnitude: Array) -> Array:
+        """DoRA's g = m / |W + scale B A| by row of W [out, in]."""
+        weight = self._base_weight(adapter, site)
+        a, b = torch.from_numpy(pair.a.to_numpy()), torch.from_numpy(pair.b.to_numpy())
+        norm = torch.linalg.norm(weight.float() + pair.scale * (b @ a), dim=1)
+        return np.asarray(magnitude / norm.numpy(), np.float32)
+
+    def _base_weight(self, adapter: Adapter, site: int) -> torch.Tensor:
+        """The base's weight [out, in] of a linear site."""
+        found = self._sites[site]
+        weight: Any = getattr(found.module, "weight", None)
+        shape = (found.site.out_features, found.site.in_features)
+        is_plain = isinstance(weight, torch.Tensor) and weight.is_floating_point() and type(weight.data) is torch.Tensor
+        if is_plain:
+            weight = weight.detach().T if found.site.kind == "conv1d" else weight.detach()
+        if not is_plain or tuple(weight.shape) != shape:
+            self._refuse(
+                adapter,
+                f"uses DoRA at {found.site.path}, whose base weight cannot be read as floating-point {list(shape)} (a quantised "
+                f"{type(found.module).__name__}); expected a base that is not quantised there",
+                "use_dora",
+            )
+        return cast("torch.Tensor", weight)
+
+    def _base_bias(self, site: int) -> Array | None:
+        bias = getattr(self._sites[site].module, "bias", None)
+        return bias.detach().float().numpy() if isinstance(bias, torch.Tensor) else None
+
+    def _base_biases_of_saved(self, resolved: ResolvedAdapter) -> list[ExtraInput]:
+        """A weight saved without a bias keeps the base's."""
+        own = {saved.site_index for saved in resolved.extras.saved if saved.leaf == "bias"}
+        found = []
+        for saved in resolved.extras.saved:
+            base = self._base_bias(saved.site_index)
+            if saved.leaf == "weight" and saved.site_index not in own and base is not None:
+                content = np.zeros(len(base), np.float32)
+                held = _held(f"{saved.site_index} bias", base)
+                found.append(ExtraInput(saved.site_index, "weight_bias", _held("none", content), held))
+        return found
+
+    def _tied_saved(self, resolved: ResolvedAdapter) -> list[ExtraInput]:
+        """With ensure_weight_tying a saved input embedding is the output embedding too."""
+        saved = {item.site_index: item for item in resolved.extras.saved if item.leaf == "weight"}
+        if not resolved.extras.ensure_weight_tying or self._tied_head is None or self._tied_head in saved:
+            return []
+        embedding = saved.get(-1 if self._embedding is None else self._embedding)
+        return [] if embedding is None else [ExtraInput(self._tied_head, "weight", embedding.tensor)]
+
+    def _expert_pairs(self, found: ResolvedExpert) -> list[ResolvedPair]:
+        """One pair per expert, the way round in which rows of x are multiplied: A [rank, in], B [out, rank]."""
+        layout = self._layouts[found.module]
+        # B A is the delta of a weight [out, in] in one case, of one [in, out] in the other.
+        as_it_is = found.transposed == layout.is_transposed
+        if found.expert is not None:
+            index = self._experts[found.module, found.expert, found.projection]
+            return [ResolvedPair(index, found.rank, found.scale, found.a, found.b, found.module)]
+        stacked = found.b.to_numpy().reshape(-1, found.rank, layout.num_experts)
+        rows = found.a.to_numpy() if not as_it_is else None
+        pairs = []
+        for expert in range(layout.num_experts):
+            index = self._experts[found.module, expert, found.projection]
+            b_own = _held(found.b.name, np.ascontiguousarray(stacked[:, :, expert]), found.b.dtype)
+            if rows is None:
+                a, b = _rows(found.a, expert * found.rank, found.rank), b_own
+            else:
+                b = _held(
+                    found.a.name, np.ascontiguousarray(rows[expert * found.rank : (expert + 1) * found.rank].T), found.a.dtype
+                )
+                a = _held(found.b.name, np.ascontiguousarray(stacked[:, :, expert].T), found.b.dtype)
+            pairs.append(ResolvedPair(index, found.rank, found.scale, a, b, found.module))
+        return pairs
+
+    def _refuse(self, adapter: Adapter, what: str, key: str) -> NoReturn:
+        raise AdapterConfigError(f"adapter {adapter.where} {what}", path=adapter.path, key=key)
+
+
+def core_pairs(inputs: LoadInputs) -> list[tuple[Any, ...]]:
+    """The pairs in the form of the binding."""
+    return [(pair.site_index, pair.rank, pair.scale, core_tensor(pair.a), core_tensor(pair.b)) for pair in inputs.pairs]
+
+
+def core_extras(inputs: LoadInputs) -> list[tuple[Any, ...]]:
+    """The extras in the form of the binding."""
+    return [
+        (
+            extra.site,
+            extra.part,
+            core_tensor(extra.content),
+            None if extra.stored is None else core_tensor(extra.stored),
+            None if extra.ids is None else list(extra.ids),
+        )
+        for extra in inputs.extras
+    ]
+
+
+def core_tensor(tensor: TensorRef) -> tuple[Any, ...]:
+    """A tensor as the binding takes it: a range of a file, or memory with its owner."""
+    shape = matrix_shape(tensor.shape)
+    if tensor.file is not None:
+        return ("file", tensor.file.fileno(), tensor.offset, tensor.dtype, shape)
+    raw = np.frombuffer(tensor.data or b"", np.uint8)
+    return ("memory", int(raw.ctypes.data), tensor.nbytes, raw, tensor.dtype, shape)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A vector is one row."""
+    return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
+
+
+def _rows(tensor: TensorRef, first: int, count: int) -> TensorRef:
+    """Consecutive rows of a matrix."""
+    row = tensor.nbytes // tensor.shape[0]
+    at, nbytes = first * row, count * row
+    data = None if tensor.data is None else tensor.data[at : at + nbytes]
+    return replace(tensor, shape=(count, tensor.shape[1]), offset=tensor.offset + at, nbytes=nbytes, data=data)
+
+
+def _row(tensor: TensorRef) -> TensorRef:
+    return replace(tensor, shape=(1, int(np.prod(tensor.shape))))
+
+
+def _held(name: str, values: Array, dtype: str = "F32") -> TensorRef:
+    """Values in memory, in the dtype that they came in, which holds them exactly."""
+    if dtype == "BF16":
+        raw = np.ascontiguousarray((values.view(np.uint32) >> 16).astype("<u2"))
+        return TensorRef(name, dtype, values.shape, 0, raw.nbytes, data=memoryview(raw.reshape(-1).view(np.uint8).data))
+    return memory_tensor(name, np.ascontiguousarray(values, np.float16 if dtype == "F16" else np.float32))

@@ -1,0 +1,390 @@
+"""What an adapter holds beside A and B, served: gains, biases, heads, embeddings, token rows, aLoRA, experts, routers.
+
+The matrix (test_matrix.py) compares every family with PEFT; here is what a row may and may not do with them.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import SEVEN, assert_close_to_range, logits, peft_alone, prompts, snapshot, tiny_model, write_adapter
+
+import hotslot
+from hotslot import BASE
+from hotslot.adapter import read_adapter
+from hotslot.config import parse_config
+
+# PEFT warns of what these adapters do on purpose: biases on layers without one, copies of embeddings in the file.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+EVERY = {
+    "dora": {"use_dora": True},
+    "lora_bias": {"lora_bias": True},
+    "head": {"modules_to_save": ["lm_head"]},
+    "embedding": {"modules_to_save": ["embed_tokens"]},
+    "tokens": {"trainable_token_indices": [5, 40, 99]},
+    "lora_embedding": {"target_modules": [*SEVEN, "embed_tokens", "lm_head"]},
+}
+
+
+def write(model: torch.nn.Module, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """An adapter whose every trained tensor differs clearly from the base's, in values that BF16 holds."""
+    config = {"r": 4, "lora_alpha": 8, "target_modules": SEVEN, **config}
+    torch.manual_seed(seed)
+    peft = get_peft_model(copy.deepcopy(model), LoraConfig(**config, init_lora_weights=False))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.3 * noise)
+            elif "lora_" in name:
+                parameter.copy_(noise * 0.1)
+            else:
+                parameter.add_(noise * 0.1)
+            parameter.copy_(parameter.bfloat16().float())
+    peft.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def folders(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("extras")
+    found = {name: write(model, root / name, seed, **config) for seed, (name, config) in enumerate(EVERY.items())}
+    found["plain"] = write_adapter(model, root / "plain", seed=50)
+    found["alora"] = write(model, root / "alora", 60, alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
+    return found
+
+
+def attached(model: torch.nn.Module, folders: dict[str, Path], *names: str, **options: Any) -> tuple[Any, hotslot.AttachedModel]:
+    served = copy.deepcopy(model)
+    options = {"max_loras": len(names) + 1, "max_rank": 8, "pool_dtype": "float32", **options}
+    return served, hotslot.attach(served, {name: folders[name] for name in names}, **options)
+
+
+def test_every_feature_in_one_batch_equals_peft_alone(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    names = [*EVERY, "plain"]
+    served, lora = attached(model, folders, *names)
+    ids = prompts(len(names) + 1)
+    ids[:, 3], ids[:, 5] = 40, 99
+    with lora.route([*names, BASE]):
+        found = logits(served, ids)
+    for row, name in enumerate(names):
+        expected = logits(peft_alone(model, folders[name]), ids[row : row + 1])
+        assert_close_to_range(found[row : row + 1], expected)
+    assert torch.equal(found[-1], logits(model, ids)[-1])
+
+
+def test_a_rows_bits_do_not_depend_on_its_neighbours(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    names = [*EVERY, "plain"]
+    served, lora = attached(model, folders, *names)
+    ids = prompts(len(names))
+    # The base's own matmuls may differ by batch size, so every batch has the same.
+    with lora.route(names):
+        together = logits(served, ids)
+    for row, name in enumerate(names):
+        with lora.route([name if place == row else BASE for place in range(len(names))]):
+            assert torch.equal(logits(served, ids)[row], together[row]), name
+
+
+def test_bytes_of_an_evicted_adapter_serve_nobody(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "tokens", "dora", max_loras=3)
+    ids = prompts(2)
+    ids[:, 2] = 40
+    for source in ("tokens", "head", "dora", "lora_embedding", "plain"):
+        if source in ("head", "lora_embedding"):
+            with pytest.raises(hotslot.PoolError, match="extras_bytes"):
+                lora.load(folders[source], "guest")
+            continue
+        lora.load(folders[source], "guest")
+        with lora.route(["guest", BASE]):
+            found = logits(served, ids)
+        assert_close_to_range(found[:1], logits(peft_alone(model, folders[source]), ids[:1]))
+        assert torch.equal(found[1], logits(model, ids)[1])
+        lora.unload("guest")
+    lora.weights.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["head", "lora_embedding", "dora"])
+def test_an_adapter_without_room_for_its_extras_changes_nothing(
+    model: torch.nn.Module, folders: dict[str, Path], name: str
+) -> None:
+    _, lora = attached(model, folders, "plain")
+    before = snapshot(lora)
+    with pytest.raises(hotslot.HotslotError, match=r"extras_bytes|no room"):
+        lora.load(folders[name], "guest")
+    assert snapshot(lora) == before
+
+
+def test_extras_bytes_reserves_room_for_later_adapters(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, extras_bytes=1 << 20, max_loras=len(EVERY))
+    ids = prompts(len(EVERY))
+    ids[:, 4] = 5
+    for name in EVERY:
+        lora.load(folders[name], name)
+    with lora.route(list(EVERY)):
+        found = logits(served, ids)
+    for row, name in enumerate(EVERY):
+        assert_close_to_range(found[row : row + 1], logits(peft_alone(model, folders[name]), ids[row : row + 1]))
+
+
+def test_a_weighted_row_is_the_weighted_sum_of_what_its_adapters_change(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    layer_inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
+    served, lora = attached(model, folders, "lora_bias", "plain", "head")
+    site = "model.layers.0.self_attn.q_proj"
+    module = served.get_submodule(site)
+    expected = module(layer_inputs).double()
+    for name, weight in (("lora_bias", 0.7), ("plain", -0.4)):
+        alone = peft_alone(model, folders[name]).get_submodule(f"base_model.model.{site}")
+        expected[0] += weight * (alone(layer_inputs)[0].double() - expected[1].new_tensor(module(layer_inputs)[0].tolist()))
+    with lora.route([{"lora_bias": 0.7, "plain": -0.4}, BASE, "plain"]), torch.no_grad():
+        found = module(layer_inputs)
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=0, atol=1e-6)
+    base = logits(model, prompts(1))
+    with lora.route([{"head": 0.25}]):
+        quarter = served.lm_head(torch.ones(1, 1, 64))
+    with lora.route(["head"]):
+        whole = served.lm_head(torch.ones(1, 1, 64))
+    without = model.lm_head(torch.ones(1, 1, 64))
+    torch.testing.assert_close(quarter, without + 0.25 * (whole - without), rtol=1e-5, atol=1e-6)
+    assert base.shape[-1] == whole.shape[-1]
+
+
+def test_dora_in_a_weighted_row_is_refused(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    _, lora = attached(model, folders, "dora", "plain")
+    for row in ({"dora": 0.5}, {"dora": 1.0, "plain": 1.0}):
+        before = snapshot(lora)
+        with pytest.raises(hotslot.RouteError, match="DoRA"), lora.route([row]):
+            pass
+        # A failed route gives its references back; it did stamp the slots as used.
+        assert [slot.ref_count for slot in lora.slots()] == [0, 0, 0]
+        assert before[-1] == snapshot(lora)[-1]
+
+
+@pytest.mark.parametrize("name", ["dora", "lora_bias", "head", "tokens", "lora_embedding"])
+def test_autograd_and_compile_serve_extras_as_eager_does(model: torch.nn.Module, folders: dict[str, Path], name: str) -> None:
+    served, lora = attached(model, folders, name)
+    ids = prompts(2)
+    ids[:, 2] = 40
+    with lora.route([name, BASE]):
+        eager = logits(served, ids)
+        tracked = served(input_ids=ids).logits
+        assert tracked.requires_grad
+        assert_close_to_range(tracked.detach(), eager, 1e-6)
+        assert torch.equal(tracked[1].detach(), eager[1])
+        compiled = torch.compile(served, backend="eager")
+        with torch.no_grad():
+            assert_close_to_range(compiled(input_ids=ids).logits, eager, 1e-6)
+
+
+def test_bf16_layers_round_once(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model.bfloat16(), folders, "dora", "lora_bias")
+    model.float()
+    site = "model.layers.1.mlp.up_proj"
+    module = served.get_submodule(site)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    base = torch.nn.functional.linear(x, module.weight)
+    with lora.route(["dora", "lora_bias"]), torch.no_grad():
+        found = module(x)
+    index = [item.path for item in lora.weights.sites].index(site)
+    for row, name in enumerate(("dora", "lora_bias")):
+        with read_adapter(folders[name]) as adapter:
+            values = {key.split(site)[1]: ref.to_numpy() for key, ref in adapter.tensors.items() if site + "." in key}
+        a, b = (torch.from_numpy(values[f".lora_{half}.weight"]).double() for half in "AB")
+        delta = 2.0 * (x[row].double() @ a.T @ b.T)
+        if name == "dora":
+            gain = torch.from_numpy(values[".lora_magnitude_vector"]).double()
+            gain = gain / torch.linalg.norm(module.weight.double() + 2.0 * b @ a, dim=1)
+            expected = gain * base[row].double() + gain * delta
+        else:
+            expected = base[row].double() + delta + 2.0 * torch.from_numpy(values[".lora_B.bias"]).double()
+        # One rounding of the exact value; a tie may fall either way by the f32 sum's last bits.
+        assert (found[row] == expected.bfloat16()).float().mean() > 0.98, (name, index)
+        torch.testing.assert_close(found[row].double(), expected, rtol=2**-8, atol=1e-6)
+
+
+# --- aLoRA ----------------------------------------------------------------------------------------------------------------
+
+
+def alora_prompts() -> torch.Tensor:
+    ids = prompts(4, 12)
+    ids[ids == 7] = 9
+    ids[0, 2:4] = ids[0, 6:8] = torch.tensor([7, 8])  # the last one counts
+    ids[1, 10:12] = torch.tensor([7, 8])
+    ids[3, 0:2] = torch.tensor([7, 8])  # row 2 has none: base
+    return ids
+
+
+def peft_rows(model: torch.nn.Module, folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([logits(peft_alone(model, folder), row) for row in ids.split(1)])
+
+
+def test_alora_begins_at_its_last_invocation(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora", "plain")
+    ids = alora_prompts()
+    with lora.route(["alora"] * 4):
+        found = logits(served, ids)
+    assert_close_to_range(found, peft_rows(model, folders["alora"], ids))
+    with lora.route(["alora", "plain", "alora", BASE]):
+        mixed = logits(served, ids)
+    assert torch.equal(mixed[0], found[0])
+    assert torch.equal(mixed[2], logits(model, ids)[2])
+    assert torch.equal(mixed[0, :6], logits(model, ids)[0, :6])
+
+
+def test_alora_in_generate_keeps_the_prompts_start(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora")
+    ids = alora_prompts()
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 127}
+    for extra in ({}, {"use_cache": False}):
+        with lora.route(["alora"] * 4):
+            found = served.generate(ids, **options, **extra)
+        for row in range(4):
+            oracle = peft_alone(model, folders["alora"])
+            expected = oracle.generate(
+                input_ids=ids[row : row + 1], **options, **{k: v for k, v in extra.items() if k != "use_cache"}
+            )
+            assert torch.equal(found[row, : expected.shape[1]], expected[0]), (row, extra)
+
+
+def test_starts_carry_an_alora_over_chunks(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora", "plain")
+    ids = alora_prompts()[:2]
+    with lora.route(["alora", "alora"]):
+        whole = logits(served, ids)
+    with torch.no_grad():
+        with lora.route(["alora", "alora"], starts=[6, 10]):
+            first = served(input_ids=ids[:, :7], use_cache=True)
+        with lora.route(["alora", "alora"], starts=[6, 10]):
+            second = served(input_ids=ids[:, 7:], cache=first.cache)
+    assert_close_to_range(torch.cat([first.logits, second.logits], 1), whole)
+    with torch.no_grad():
+        cache = served(input_ids=ids[:, :7], use_cache=True).cache
+        with lora.route(["alora", "alora"]), pytest.raises(hotslot.RouteError, match="starts"):
+            served(input_ids=ids[:, 7:9], cache=cache)
+        with lora.route(["alora", "alora"]), pytest.raises(hotslot.RouteError, match="starts"):
+            served(inputs_embeds=torch.zeros(2, 5, 64))
+
+
+def test_one_route_over_chunks_remembers_the_start(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora")
+    ids = alora_prompts()[:1]
+    with lora.route(["alora"]), torch.no_grad():
+        whole = served(input_ids=ids).logits
+        first = served(input_ids=ids[:, :8], use_cache=True)
+        second = served(input_ids=ids[:, 8:], cache=first.cache)
+    assert_close_to_range(torch.cat([first.logits, second.logits], 1), whole)
+
+
+def test_starts_that_make_no_sense_are_refused(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora", "plain")
+    for starts in ([1], [1, -1], [1, "a"], [1, 1.5], [1, True]):
+        with pytest.raises(hotslot.RouteError, match="start"):
+            lora.route(["alora", "plain"], starts=starts)
+    with pytest.raises(hotslot.RouteError):
+        lora.route(tokens=["alora"], starts=[0])
+    with lora.route(["alora"], starts=[2]), pytest.raises(hotslot.RouteError, match="call of the attached model"):
+        served.model.layers[0].self_attn.q_proj(torch.zeros(1, 3, 64))
+
+
+def test_a_start_gates_a_plain_adapter_too(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "plain")
+    ids = prompts(1)
+    with lora.route(["plain"], starts=[4]):
+        found = logits(served, ids)
+    assert torch.equal(found[0, :4], logits(model, ids)[0, :4])
+    assert not torch.allclose(found[0, 4:], logits(model, ids)[0, 4:])
+    with lora.route(["plain"], starts=[0]):
+        assert_close_to_range(logits(served, ids), logits(peft_alone(model, folders["plain"]), ids))
+
+
+# --- identity -------------------------------------------------------------------------------------------------------------
+
+
+def test_cache_ids_of_rows_cover_content_weights_and_starts(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    _, lora = attached(model, folders, "alora", "plain", "dora")
+    rows = [BASE, "plain", {"plain": 1.0}, {"plain": 0.5}, {"plain": 0.5, "alora": 0.5}, {"alora": 0.5, "plain": 0.5}, "plain"]
+    with lora.route(rows, starts=[None] * 6 + [3]) as route:
+        ids = route.cache_ids
+    assert ids[0] == "hs1:base" and ids[1] == ids[2] == lora.cache_id("plain")
+    assert len(set(ids[1:])) == 5
+    assert all(found.startswith("hs1:") for found in ids)
+    with pytest.raises(hotslot.RouteError, match="not entered"):
+        _ = lora.route(["plain"]).cache_ids
+
+
+def test_every_extra_is_part_of_the_content_id(model: torch.nn.Module, folders: dict[str, Path], tmp_path: Path) -> None:
+    _, lora = attached(model, folders, extras_bytes=1 << 20)
+    for name, config in EVERY.items():
+        lora.load(folders[name], "it")
+        before = lora.cache_id("it")
+        tensors = safetensors.torch.load_file(folders[name] / "adapter_model.safetensors")
+        other = [key for key in tensors if not key.endswith(("lora_A.weight", "lora_B.weight", "base_layer.weight"))]
+        assert other, config
+        changed = {key: tensor.clone() for key, tensor in tensors.items()}
+        changed[other[-1]].view(-1)[0] += 1
+        lora.unload("it")
+        config_file = folders[name] / "adapter_config.json"
+        lora.load((changed, parse_config(config_file.read_bytes(), str(config_file))), "it")
+        assert lora.cache_id("it") != before, name
+        lora.unload("it")
+
+
+# --- experts --------------------------------------------------------------------------------------------------------------
+
+
+def moe(name: str = "qwen3_moe") -> torch.nn.Module:
+    import peft_cases
+
+    model = peft_cases.family(name)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" not in key:
+                parameter.copy_((torch.randn(parameter.shape, generator=generator) * 0.08).bfloat16().float())
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_experts_and_routers_under_every_implementation(tmp_path: Path, implementation: str) -> None:
+    model = moe()
+    config = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}
+    folder = write(model, tmp_path / "moe", 3, **config)
+    model.set_experts_implementation(implementation)
+    served = copy.deepcopy(model)
+    lora = hotslot.attach(served, {"moe": folder}, max_loras=2, max_rank=8, pool_dtype="float32", experts=True)
+    ids = prompts(3)
+    with lora.route(["moe", BASE, "moe"]):
+        found = logits(served, ids)
+    expected = logits(peft_alone(model, folder), ids)
+    assert_close_to_range(found[[0, 2]], expected[[0, 2]])
+    assert torch.equal(found[1], logits(model, ids)[1])
+    assert served.config._experts_implementation == implementation
+    twin = copy.deepcopy(served)
+    assert torch.equal(logits(twin, ids), logits(model, ids))
+    assert served.state_dict().keys() == model.state_dict().keys()
+    lora.detach()
+    assert torch.equal(logits(served, ids), logits(model, ids))
+    assert not any("forward" in module.__dict__ for module in served.modules())
+
+
+def test_experts_are_off_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = moe()
+    folder = write(model, tmp_path / "moe", 3, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    with pytest.raises(hotslot.AdapterError, match="experts=True"):
+        hotslot.attach(copy.deepcopy(model), {"moe": folder}, max_rank=8)
+    monkeypatch.setenv("HOTSLOT_LORA_EXPERTS", "1")
+    hotslot.attach(copy.deepcopy(model), {"moe": folder}, max_rank=8).detach()
