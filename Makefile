@@ -18,13 +18,15 @@ HAS_UV = [ -x $(VENV)/bin/uv ]
 UV_PIP = $(VENV)/bin/uv pip install --python $(PY)
 PIP = $(PY) -m pip install --disable-pip-version-check
 
+FUZZ_SECONDS ?= 60
+
 export HF_HUB_OFFLINE := 1
 
 ##@ Use
 
 .PHONY: help
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z][a-z-]*:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 .PHONY: demo
 demo: $(STAMPS)/wheel ## Run the demo: one batch, four behaviours, a fourth adapter swapped in while it runs
@@ -77,9 +79,13 @@ wheel: $(STAMPS)/tools ## Build the abi3 wheel into dist/ and check what is in i
 ##@ Longer
 
 .PHONY: bench
-bench: $(STAMPS)/wheel $(STAMPS)/test ## Measure: criterion benches of the core, then each benches/bench_*.py
+bench: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/bench ## Measure: criterion benches of the core, then each benches/bench_*.py; tables, plots, targets
 	cargo bench -p hotslot-core
-	for script in benches/bench_*.py; do echo "== $$script"; $(PY) "$$script"; done
+	$(PY) benches/run.py
+
+.PHONY: compatibility
+compatibility: $(STAMPS)/wheel $(STAMPS)/test ## Run each feature on each family against PEFT and write docs/compatibility.md (two minutes)
+	$(PY) tests/write_compatibility.py
 
 .PHONY: tsan
 tsan: $(STAMPS)/tools ## Run the threaded life-cycle tests under ThreadSanitizer (x86-64 Linux)
@@ -91,6 +97,12 @@ tsan: $(STAMPS)/tools ## Run the threaded life-cycle tests under ThreadSanitizer
 soak: $(STAMPS)/wheel $(STAMPS)/test ## Run the state machines and the storm for longer (some minutes)
 	PROPTEST_CASES=3000 cargo test -p hotslot-core --release --test state_machine
 	HYPOTHESIS_PROFILE=soak $(PY) -m pytest tests/test_life_cycle_machine.py tests/test_life_cycle.py -k "machine or storm or sequence"
+
+.PHONY: fuzz
+fuzz: $(STAMPS)/wheel $(STAMPS)/test ## Fuzz the reader of adapter files for FUZZ_SECONDS=60; what breaks it stays in tests/fuzz/corpus
+	@if $(HAS_UV); then $(UV_PIP) --quiet 'atheris>=3,<4'; else $(PIP) --quiet 'atheris>=3,<4'; fi \
+		|| echo "hotslot: atheris does not install for this Python; fuzzing without its coverage"
+	cd tests && ../$(PY) -m fuzz.run --seconds $(FUZZ_SECONDS)
 
 .PHONY: adapters
 adapters: $(STAMPS)/wheel $(STAMPS)/test ## Train the demo's four adapters again (ten minutes)
@@ -129,6 +141,12 @@ $(STAMPS)/demo: pyproject.toml | $(STAMPS)/tools
 $(STAMPS)/test: pyproject.toml | $(STAMPS)/tools
 	@echo "== set-up: what the tests and the linters need"
 	@if $(HAS_UV); then $(UV_PIP) --group test; else $(PIP) --group test; fi
+	@touch $@
+
+$(STAMPS)/bench: pyproject.toml | $(STAMPS)/tools
+	@echo "== set-up: what draws the benches' plots, and a peer"
+	@if $(HAS_UV); then $(UV_PIP) -r pyproject.toml --extra bench; else $(PIP) '.[bench]'; fi \
+		|| echo "hotslot: not all of the bench extra could be installed; its plots or peer rows are left out"
 	@touch $@
 
 $(STAMPS)/wheel: $(RUST_SOURCES) pyproject.toml | $(STAMPS)/tools $(STAMPS)/demo

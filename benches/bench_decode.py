@@ -9,41 +9,45 @@ from typing import Any
 
 import harness
 
-RANK = 16
+RANK, ADAPTERS = 16, 16
 
 
-def measure(shape: str, batch: int, given: harness.Options) -> dict[str, Any]:
+def measure(field: harness.Field, shape: str, batch: int, bandwidth: harness.Bandwidth, given: harness.Options) -> dict[str, Any]:
     """All contenders on one shape at one batch size; prints and returns the figures."""
-    base = harness.new_model(shape)
-    adapters = [harness.new_adapter(base, RANK, seed) for seed in range(16)]
-    field = harness.Field(base, adapters, RANK)
-    all_distinct = [row % 16 for row in range(batch)]
+    base, count = field.base, ADAPTERS
     steps: dict[str, harness.Step] = {"base": lambda **inputs: base(**inputs)}
     steps["hotslot, outside a route"] = field.ours.unrouted()
     steps["hotslot, base rows"] = field.ours.step([-1] * batch)
-    for distinct in (1, 4, 16):
+    for distinct in (1, 4, count):
         if distinct <= batch:
             rows = [row % distinct for row in range(batch)]
             steps[f"hotslot, {distinct} adapters"] = field.ours.step(rows)
             steps[f"PEFT mixed, {distinct}"] = field.peers["PEFT mixed"].step(rows)
     for name, peer in field.peers.items():
         if name != "PEFT mixed":
-            steps[name] = peer.step(all_distinct)
-    steps["one merged adapter"] = harness.merged(base, adapters[0])
-    bandwidth = harness.Bandwidth(megabytes=8 if given.quick else 512)
+            steps[name] = peer.step([row % count for row in range(batch)])
+    steps["one merged adapter"] = field.merged
     rare = {"PEFT mixed, 1", "PEFT mixed, 4", "polylora"} if batch > 1 else set()
-    timings = harness.contest(harness.Decode(base, batch), steps, given.rounds, bandwidth=bandwidth, rare=rare)
-    floor = harness.adapter_bytes(base, RANK) * min(batch, 16) / bandwidth.best
-    title = f"{shape}, batch {batch}"
-    modules = len(harness.sites_of(base))
-    facts = {"shape": shape, "batch": batch, "modules": modules, "floor_seconds": floor, "bandwidth": bandwidth.best}
-    return harness.case(title, batch, timings, **facts)
+    rounds = given.rounds if batch > 1 else 2 * given.rounds
+    timings = harness.contest(harness.Decode(base, batch), steps, rounds, bandwidth=bandwidth, rare=rare)
+    facts = {
+        "shape": shape, "batch": batch, "modules": len(harness.sites_of(base)), "bandwidth": bandwidth.best,
+        "floor_seconds": harness.adapter_bytes(base, RANK) * min(batch, count) / bandwidth.best,
+    }  # fmt: skip
+    return harness.case(f"{shape}, batch {batch}", batch, timings, **facts)
 
 
 def main() -> None:
     """Both shapes, batch 16 and 1."""
-    given = harness.options(__doc__ or "", rounds=14)
-    cases = [measure(shape, batch, given) for shape in given.shapes for batch in (16, 1)]
+    given = harness.options(__doc__ or "", rounds=12)
+    bandwidth = harness.Bandwidth(megabytes=8 if given.quick else 512)
+    cases = []
+    for shape in given.shapes:
+        base = harness.new_model(shape)
+        field = harness.Field(base, [harness.new_adapter(base, RANK, seed) for seed in range(ADAPTERS)], RANK)
+        harness.check_agreement(harness.Decode(base, ADAPTERS), field, range(ADAPTERS))
+        cases += [measure(field, shape, batch, bandwidth, given) for batch in (16, 1)]
+        del field, base
     harness.save("decode", {"rank": RANK, "cases": cases}, given)
 
 

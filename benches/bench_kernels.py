@@ -80,7 +80,9 @@ def decode(size: int, rank: int, threads: tuple[int, ...], given: harness.Option
     for count in threads:
         kernel, read = statistics.median(times[count]), statistics.median(reads[count].samples[1:])
         share = statistics.median(k / r for k, r in zip(times[count], reads[count].samples[1:], strict=True))
-        print(f"decode K = N = {size}, rank {rank}, {count} threads: {kernel / 1e9:5.1f} of {read / 1e9:5.1f} GB/s read, {share:.0%}")
+        print(
+            f"decode K = N = {size}, rank {rank}, {count} threads: {kernel / 1e9:5.1f} of {read / 1e9:5.1f} GB/s read, {share:.0%}"
+        )
         found.append({"size": size, "rank": rank, "threads": count, "bytes_per_second": kernel, "read": read, "share": share})
     sites.lora.detach()
     return found

@@ -22,7 +22,7 @@ def kernels(given: harness.Options) -> dict[str, Any]:
     plan, x, out = pools[RANK].plan(), torch.randn(SLOTS, size), torch.zeros(SLOTS, size)
     times: dict[int, list[float]] = {room: [] for room in pools}
     with harness.no_garbage():
-        for turn in range(2 * given.rounds + 1):
+        for turn in range(5 * given.rounds + 1):
             for room in sorted(pools, reverse=turn % 2 == 1):
                 seconds = pools[room].apply(plan, x, out, given.threads)
                 if turn:

@@ -40,13 +40,14 @@ def by_distinct(base: Any, bandwidth: harness.Bandwidth, given: harness.Options)
 
 def by_rank(base: Any, bandwidth: harness.Bandwidth, given: harness.Options) -> list[dict[str, Any]]:
     """A batch of 16 rows with 16 adapters of rank 4 to 128."""
-    count, run = 16, harness.Decode(base, 16)
+    count = 4 if given.quick else 16
+    run = harness.Decode(base, count)
     found = []
     for rank in (4, 8) if given.quick else (4, 8, 16, 32, 64, 128):
         steps = field_of(base, count, rank).steps(range(count))
         timings = harness.contest(run, steps, given.rounds, warm=1, bandwidth=bandwidth, rare={"PEFT mixed", "polylora"})
         found.append(
-            harness.case(f"batch 16, 16 adapters of rank {rank}", rank, timings, **floor(base, rank, count, bandwidth))
+            harness.case(f"batch {count}, {count} adapters of rank {rank}", rank, timings, **floor(base, rank, count, bandwidth))
         )
     return found
 
@@ -70,7 +71,7 @@ def main() -> None:
     """Every figure that is named, or all."""
     chosen = [name for name in sys.argv[1:] if name in FIGURES]
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument not in FIGURES]
-    given = harness.options(__doc__ or "", rounds=8)
+    given = harness.options(__doc__ or "", rounds=6)
     if not chosen and not given.quick:
         for name in FIGURES:
             subprocess.run([sys.executable, *sys.argv, name], check=True)

@@ -308,6 +308,7 @@ class Field:
         if "torch gather + bmm" not in without:
             self.peers["torch gather + bmm"] = Torch(base, stacks, loop=False)
         self.peers["torch loop"] = Torch(base, stacks, loop=True)
+        self.merged = merged(base, adapters[0])
 
     def steps(self, rows: Sequence[int]) -> dict[str, Step]:
         """The base step, then each contender's for a batch whose row i uses adapter rows[i]."""
@@ -318,7 +319,9 @@ class Field:
         """What a batch without adapters pays for the mere presence of each contender."""
         rows = [-1] * batch
         steps: dict[str, Step] = {"hotslot, base rows": self.ours.step(rows), "hotslot, outside a route": self.ours.unrouted()}
-        return steps | {f"{name}, base rows": self.peers[name].step(rows) for name in ("PEFT mixed", "polylora") if name in self.peers}
+        return steps | {
+            f"{name}, base rows": self.peers[name].step(rows) for name in ("PEFT mixed", "polylora") if name in self.peers
+        }
 
 
 # --- timing -------------------------------------------------------------------------------------------------------------------
@@ -408,6 +411,21 @@ def contest(
     return {name: timing(list(mine.values()), [base[turn] for turn in mine]) for name, mine in times.items()}
 
 
+def check_agreement(run: Decode | Prefill, field: Field, rows: Sequence[int]) -> None:
+    """Refuse to time contenders that do not compute the same.
+
+    Raises:
+        ValueError: A peer's logits are not those of hotslot.
+    """
+    steps = field.steps(rows)
+    base, ours = (run(steps.pop(name))[1] for name in ("base", "hotslot"))
+    reach = (ours - base).abs().max().item()
+    for name, step in steps.items():
+        difference = (run(step)[1] - ours).abs().max().item()
+        if not difference < 0.01 * reach:
+            raise ValueError(f"{name}'s logits differ from hotslot's by {difference:.2g}, where the adapters change {reach:.2g}")
+
+
 @contextmanager
 def no_garbage() -> Iterator[None]:
     """Without the garbage collector, whose pauses fall on whoever is running."""
@@ -422,7 +440,7 @@ def no_garbage() -> Iterator[None]:
 
 def timing(mine: Sequence[float], base: Sequence[float]) -> Timing:
     """The figures of one contender from its times and those of the base in the same rounds."""
-    low, _, high = statistics.quantiles(mine, n=4) if len(mine) > 1 else (mine[0],) * 3
+    low, _, high = statistics.quantiles(mine, n=4, method="inclusive") if len(mine) > 1 else (mine[0],) * 3
     ratio = statistics.median(m / b for m, b in zip(mine, base, strict=True))
     added = statistics.median(m - b for m, b in zip(mine, base, strict=True))
     return Timing(statistics.median(mine), low, high, ratio, added, min(mine))
@@ -498,7 +516,7 @@ def save(figure: str, found: dict[str, Any], given: Options) -> None:
     path = Path(named) if named else HERE / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     results[figure] = {"machine": machine(given.threads), "rounds": given.rounds, **found}
-    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
     print(f"{figure}: written to {path.name}")
 
 

@@ -79,21 +79,19 @@ def added_cell(t: dict[str, float]) -> str:
 def names_of(cases: Cases, *, base_rows: bool) -> list[str]:
     """The contenders beside the base, with or without adapters."""
     order = [name for name in COLORS if name in cases[0]["timings"]]
-    return [name for name in order if (name.endswith("base rows") or name.endswith("a route")) == base_rows]
+    return [name for name in order if name.endswith(("base rows", "a route")) == base_rows]
 
 
 def kernels(found: dict[str, Any]) -> list[str]:
     """Decode against the bandwidth, prefill against one thread."""
-    rows = [
-        [str(r["size"]), str(r["rank"]), str(r["threads"]), f"{r['bytes_per_second'] / 1e9:.1f}", f"{r['read'] / 1e9:.1f}", f"{r['share']:.0%}"]
-        for r in found["decode"]
-    ]  # fmt: skip
+    rows = []
+    for r in found["decode"]:
+        numbers = [str(r["size"]), str(r["rank"]), str(r["threads"])]
+        rows.append([*numbers, f"{r['bytes_per_second'] / 1e9:.1f}", f"{r['read'] / 1e9:.1f}", f"{r['share']:.0%}"])
     lines = ["Decode, 16 rows with 16 slots; a read of as many bytes in the same rounds on as many threads:", ""]
     lines += table(["K = N", "rank", "threads", "GB/s", "read GB/s", "share"], rows)
     threads = list(found["prefill"][0]["seconds"])
-    rows = [
-        [str(r["size"]), *(f"{r['seconds'][n] * 1e6:.0f}" for n in threads), f"{r['scaling']:.2f}"] for r in found["prefill"]
-    ]
+    rows = [[str(r["size"]), *(f"{r['seconds'][n] * 1e6:.0f}" for n in threads), f"{r['scaling']:.2f}"] for r in found["prefill"]]
     lines += ["Prefill, 4 prompts of 512 tokens, 4 adapters, rank 16:", ""]
     return lines + table(["K = N", *(f"us, {n} threads" for n in threads), "scaling"], rows)
 
@@ -119,17 +117,27 @@ def promotion(found: dict[str, Any]) -> list[str]:
     return [*lines, f"Acquire and release from Python: {acquires}.", ""]
 
 
+def machines(results: dict[str, Any]) -> list[str]:
+    """What the figures were measured on: a line for each machine and set of versions."""
+    figures: dict[str, list[str]] = {}
+    for figure, found in sorted(results.items()):
+        m = found["machine"]
+        told = (
+            f"{m['cpu']}, {m['cores']} cores, {m['kernel_isa']} kernels; torch {m['torch']}, {m['torch_threads']} threads; "
+            f"transformers {m['transformers']}, PEFT {m['peft']}, "
+            f"{'polylora ' + m['polylora'] if m['polylora'] else 'no polylora, so its rows are left out'}"
+        )
+        figures.setdefault(told, []).append(figure)
+    loads = [found["machine"]["load"] for found in results.values()]
+    loaded = f"Load average of the machine as each bench ended: {min(loads):.1f} to {max(loads):.1f}."
+    if len(figures) == 1:
+        return [f"Measured on {next(iter(figures))}. {loaded}", ""]
+    return [*(f"- {', '.join(names)}: {told}" for told, names in figures.items()), "", loaded, ""]
+
+
 def sections(results: dict[str, Any]) -> list[str]:
     """The text between the markers."""
-    any_machine = next(iter(results.values()))["machine"]
-    lines = [
-        f"{any_machine['cpu']}, {any_machine['cores']} cores, {any_machine['kernel_isa']} kernels; torch {any_machine['torch']} with "
-        f"{any_machine['torch_threads']} threads, transformers {any_machine['transformers']}, PEFT {any_machine.get('peft', '?')}, "
-        f"polylora {any_machine.get('polylora') or 'not installed: its rows are left out'}.",
-        "",
-        "## Targets",
-        "",
-    ]
+    lines = [*machines(results), "## Targets", ""]
     rows = [[str(v.number), v.target, v.where, v.measured, "pass" if v.passed else "**fail**"] for v in targets.verdicts(results)]
     lines += table(["", "target", "where", "measured", ""], rows)
     if "decode" in results:
@@ -194,33 +202,8 @@ def plots(results: dict[str, Any], folder: Path) -> None:
         if name == "prefill":
             shape = max((c["shape"] for c in cases), key=lambda shape: sum(c["shape"] == shape for c in cases))
             cases = [c for c in cases if c["shape"] == shape]
-        figure = Figure(figsize=(7.5, 4.2))
-        axes = figure.add_subplot()
-        xs = [case["x"] for case in cases]
-        for contender in names_of(cases, base_rows=name == "base_rows"):
-            ts = [case["timings"][contender] for case in cases]
-            bases = [case["timings"]["base"]["median"] for case in cases]
-            if what == "added":
-                ys = [1e3 * t["added"] for t in ts]
-                spread = [1e3 * (t["high"] - t["low"]) / 2 for t in ts]
-            else:
-                ys = [t["ratio"] for t in ts]
-                spread = [(t["high"] - t["low"]) / 2 / base for t, base in zip(ts, bases, strict=True)]
-            axes.errorbar(xs, ys, spread, marker="o", ms=4, capsize=2, label=contender, color=COLORS[contender])
-        if what == "added":
-            axes.plot(xs, [1e3 * case["floor_seconds"] for case in cases], "k--", label="floor: bytes / read bandwidth")
-            axes.set_yscale("symlog", linthresh=1)
-            axes.set_ylabel("ms added to the base step")
-        else:
-            floors = [1 + c["floor_seconds"] / c["timings"]["base"]["median"] for c in cases]
-            floors = [1.0] * len(xs) if name == "base_rows" else floors
-            axes.plot(xs, floors, "k--", label="floor")
-            axes.set_ylabel("x base step")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(xs, [str(x) for x in xs])
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        figure = Figure(figsize=(12, 4.2))
+        _draw(*figure.subplots(1, 2), cases, names_of(cases, base_rows=name == "base_rows"), label, what)
         save(figure, name)
     if "memory" in results:
         figure = Figure(figsize=(7.5, 3.2))
@@ -235,6 +218,39 @@ def plots(results: dict[str, Any], folder: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
         save(figure, "memory")
+
+
+def _draw(left: Any, right: Any, cases: Cases, contenders: Sequence[str], label: str, what: str) -> None:
+    """The step's time with its quartiles, and next to it what is added to the base step, or the ratio to it."""
+    xs = [case["x"] for case in cases]
+    bases = [case["timings"]["base"] for case in cases]
+    # Without adapters there is nothing to read.
+    floors = [0.0 if "base rows" in contenders[0] else case["floor_seconds"] for case in cases]
+    for name in ["base", *contenders]:
+        ts = [case["timings"][name] for case in cases]
+        below = [1e3 * (t["median"] - t["low"]) for t in ts]
+        above = [1e3 * (t["high"] - t["median"]) for t in ts]
+        style = {"marker": "o", "ms": 4, "label": name, "color": COLORS.get(name, "black"), "ls": ":" if "outside" in name else "-"}
+        left.errorbar(xs, [1e3 * t["median"] for t in ts], [below, above], capsize=2, **style)
+        if name != "base":
+            right.plot(xs, [1e3 * t["added"] if what == "added" else t["ratio"] for t in ts], **style)
+    floor = {"color": "black", "ls": "--", "label": "base + floor (bytes of A and B / read bandwidth)"}
+    left.plot(xs, [1e3 * (base["median"] + least) for base, least in zip(bases, floors, strict=True)], **floor)
+    left.set_yscale("log")
+    left.set_ylabel("step, ms")
+    if what == "added":
+        right.plot(xs, [1e3 * least for least in floors], **floor)
+        right.set_yscale("symlog", linthresh=1)
+        right.set_ylabel("added to the base step, ms")
+    else:
+        right.plot(xs, [1 + least / base["median"] for base, least in zip(bases, floors, strict=True)], **floor)
+        right.set_ylabel("x base step")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, [str(x) for x in xs])
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8)
 
 
 def main(arguments: list[str]) -> None:

@@ -1,6 +1,8 @@
 """Every bench, each figure in a process of its own, then the report and the targets: the Python part of `make bench`.
 
-python benches/run.py [decode] [prefill] ...         BENCH=quick for a smoke run, which stays in one process
+    python benches/run.py [decode] [prefill] ...         BENCH=quick for a smoke run, which stays in one process
+
+Results go to results.json beside this file, or to the one that BENCH_RESULTS names; the report goes to the README beside them.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ def main() -> int:
         elif subprocess.run([sys.executable, "-W", "ignore", str(path)]).returncode:
             failed.append(path.name)
         print(f"== {path.name}: {time.perf_counter() - started:.0f} seconds", flush=True)
-    if not quick:
+    results = Path(os.environ.get("BENCH_RESULTS", HERE / "results.json"))
+    is_kept = not quick or "BENCH_RESULTS" in os.environ
+    if is_kept and (results.parent / "README.md").exists():
         import report
         import targets
 
-        report.main([])
-        targets.main([])
+        report.main([str(results.parent)])
+        targets.main([str(results)])
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

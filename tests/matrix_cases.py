@@ -33,7 +33,8 @@ class Family:
         targets: Leaf names of the linear layers that plain adapters target.
         kind: "causal", "classifier" or "seq2seq".
         head: Leaf name of the output layer.
-        embedding: Leaf name of the input embedding.
+        embedding: Leaf name of the input embedding; of a seq2seq model, of both.
+        tokens: Leaf name of the embedding whose rows are trained; None for `embedding`.
         layers: What the list of layers is called.
         experts: Path of a layer's routed experts below the layer, in the adapters of today.
         one_by_one: The same with a pair per expert: its path, and the names of gate, up and down.
@@ -41,12 +42,15 @@ class Family:
         shared: Path of the shared experts below the layer.
         bound: How far logits may lie from PEFT's, as a part of their range.
         vision: Whether there is a vision tower.
+        is_tied: Whether the head's weight is the embedding's.
+        norm: Leaf name of a norm.
     """
 
     targets: tuple[str, ...]
     kind: str = "causal"
     head: str = "lm_head"
     embedding: str = "embed_tokens"
+    tokens: str | None = None
     layers: str = "layers"
     experts: str | None = None
     one_by_one: tuple[str, tuple[str, str, str]] | None = None
@@ -54,6 +58,8 @@ class Family:
     shared: str | None = None
     bound: float = 1e-5
     vision: bool = False
+    is_tied: bool = False
+    norm: str = "input_layernorm"
 
 
 _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -68,7 +74,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(_SEVEN),
     "qwen2": Family(_SEVEN),
     "qwen3": Family(_SEVEN),
-    "gemma3_text": Family(_SEVEN),
+    "gemma3_text": Family(_SEVEN, is_tied=True),
     "phi3": Family(("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     "qwen3_moe": Family(_QKVO, experts="mlp.experts", one_by_one=("mlp.experts.{}", _PROJECTIONS), router="mlp.gate.weight"),
     "mixtral": Family(
@@ -100,12 +106,19 @@ FAMILIES: dict[str, Family] = {
         bound=_GDN_BOUND,
     ),
     "qwen3_5": Family((*_SEVEN, *_GDN_5), bound=_GDN_BOUND, vision=True),
-    "gemma3": Family(_SEVEN, vision=True),
-    "gpt2": Family(("c_attn", "c_proj", "c_fc"), embedding="wte", layers="h"),
+    "gemma3": Family(_SEVEN, vision=True, is_tied=True),
+    "gpt2": Family(("c_attn", "c_proj", "c_fc"), embedding="wte", layers="h", is_tied=True, norm="ln_1"),
     "bert": Family(
-        ("query", "key", "value", "dense"), kind="classifier", head="classifier", embedding="word_embeddings", layers="layer"
+        ("query", "key", "value", "dense"),
+        kind="classifier",
+        head="classifier",
+        embedding="word_embeddings",
+        layers="layer",
+        norm="LayerNorm",
     ),
-    "t5": Family(("q", "k", "v", "o", "wi", "wo"), kind="seq2seq", embedding="shared", layers="block"),
+    "t5": Family(
+        ("q", "k", "v", "o", "wi", "wo"), kind="seq2seq", tokens="shared", layers="block", is_tied=True, norm="layer_norm"
+    ),
 }
 
 _BUILD: dict[str, Callable[[], torch.nn.Module]] = {
@@ -330,6 +343,22 @@ def _parameters(*names: str) -> Callable[[Family, int], dict[str, Any]]:
     return config
 
 
+def _several(spec: Family, index: int) -> dict[str, Any]:
+    """DoRA, biases, a saved head and trained tokens in one adapter; rsLoRA, biases and both vocabulary matrices in the other."""
+    if index == 1:
+        targets = [*spec.targets[::2], spec.embedding, spec.head]
+        return {"target_modules": targets, "bias": "lora_only", "use_rslora": True, "rank_pattern": {spec.embedding: 2}, "r": 3}
+    tokens = {spec.tokens or spec.embedding: list(TRAINED)}
+    saved = None if spec.is_tied else [spec.head]  # PEFT cannot both save a tied head and train the embedding's tokens.
+    return _targets(spec, 0, use_dora=True, bias="lora_only", trainable_token_indices=tokens, modules_to_save=saved)
+
+
+def _experts_and_more(spec: Family, index: int) -> dict[str, Any]:
+    """Routed experts, the router and other layers in one adapter, with ranks of their own."""
+    parameters = ["experts.gate_up_proj", "experts.down_proj", str(spec.router)]
+    return {"target_modules": list(spec.targets), "target_parameters": parameters[index:], "rank_pattern": {"down_proj": 1 + index}}
+
+
 _T, _M, _V, _X = "Targets and scaling", "More than A and B", "Vocabulary", "Experts"
 
 FEATURES: dict[str, Feature] = {
@@ -359,15 +388,18 @@ FEATURES: dict[str, Feature] = {
     "lora_bias": Feature("lora_bias", _M, lambda spec, index: _targets(spec, index, lora_bias=True)),
     "bias_all": Feature("bias=all", _M, lambda spec, index: _targets(spec, index, bias="all")),
     "bias_lora_only": Feature("bias=lora_only", _M, lambda spec, index: _targets(spec, index, bias="lora_only")),
+    "several": Feature("several of them, and vocabulary", _M, _several),
+    "modules_to_save_norm": Feature("saved norm", _M, _saved("norm")),
     "modules_to_save_head": Feature("saved head", _V, _saved("head")),
     "modules_to_save_embed": Feature("saved embedding", _V, _saved("embedding")),
     "lora_lm_head": Feature("LoRA on the head", _V, _vocabulary("head")),
     "lora_embed": Feature("LoRA on the embedding", _V, _vocabulary("embedding")),
     "lora_embed_and_head": Feature("LoRA on both", _V, _vocabulary("embedding", "head")),
+    "dora_embed": Feature("DoRA on the embedding", _V, lambda spec, _: {"target_modules": [spec.embedding], "use_dora": True}),
     "trainable_tokens": Feature(
         "trained tokens",
         _V,
-        lambda spec, index: _targets(spec, index, trainable_token_indices={spec.embedding: list(TRAINED[index:])}),
+        lambda spec, index: _targets(spec, index, trainable_token_indices={spec.tokens or spec.embedding: list(TRAINED[index:])}),
     ),
     "experts": Feature("routed experts", _X, _parameters("gate_up_proj", "down_proj"), needs="experts"),
     "experts_one_by_one": Feature(
@@ -378,6 +410,7 @@ FEATURES: dict[str, Feature] = {
         needs="one_by_one",
     ),
     "router": Feature("router", _X, _parameters("router"), needs="router"),
+    "experts_and_more": Feature("experts, router and layers", _X, _experts_and_more, needs="router"),
     "shared_experts": Feature("shared experts", _X, lambda spec, index: {"r": 4 - index}, modules=_shared_modules, needs="shared"),
 }
 
@@ -414,12 +447,19 @@ def absent_reason(family: str, feature: str) -> str | None:
         return "the layers that adapters target have no biases"
     if feature == "alora" and spec.kind != "causal":
         return "aLoRA is for causal language models"
-    if family == "t5" and feature in ("modules_to_save_embed", "lora_embed", "lora_embed_and_head"):
-        return "PEFT wraps `shared` alone, which T5's encoder and decoder do not call, so nothing would be trained"
     return None
 
 
-REFUSED: dict[tuple[str, str], str] = {}
+REFUSED: dict[tuple[str, str], str] = {
+    ("gpt2", "bias_all"): "(ln_1 x2, ln_2 x2, ln_f x1)",
+    ("bert", "bias_all"): "(LayerNorm x5)",
+    ("qwen3_5", "bias_all"): "norm1 x2",
+    ("gemma3", "bias_all"): "layer_norm1 x2",
+    ("gemma3", "all_linear"): "(out_proj x1)",
+    ("gpt_oss", "experts_one_by_one"): "gate_proj",
+    **{(family, "dora_embed"): "lora_magnitude_vector" for family in FAMILIES},
+    **{(family, "modules_to_save_norm"): spec.norm for family, spec in FAMILIES.items()},
+}
 """Cells whose adapters hotslot refuses when it loads them -> a part of the message."""
 
 
@@ -438,4 +478,4 @@ def needs_experts(family: str, feature: str) -> bool:
     """Whether the model has to be attached with experts=True: the adapter has pairs for routers or routed experts."""
     if FAMILIES[family].experts is None:
         return False
-    return feature in ("experts", "experts_one_by_one", "router", "all_linear", "bias_all")
+    return feature in ("experts", "experts_one_by_one", "experts_and_more", "router", "all_linear", "bias_all")

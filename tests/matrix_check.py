@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,9 @@ def prompt() -> torch.Tensor:
     return ids
 
 
+_root = TemporaryDirectory(prefix="matrix-")
+
+
 @cache
 def _base(family: str) -> Run:
     """The whole batch on the model that was never attached."""
@@ -51,22 +55,37 @@ def _base(family: str) -> Run:
 
 
 @cache
-def _plain(family: str) -> tuple[Path, Run, TemporaryDirectory[str]]:
-    """A plain adapter, and PEFT with it on the neighbour's row."""
-    keep = TemporaryDirectory(prefix="matrix-")
-    folder, spec = Path(keep.name) / "plain", cases.FAMILIES[family]
-    cases.write_with_peft(family, folder, 20, target_modules=[*spec.targets], r=5, lora_alpha=6)
-    row = ROWS.index("plain")
-    return folder, with_peft(cases.base_model(family), folder, spec.kind, prompt()[row : row + 1]), keep
+def _folder(family: str, feature: str, name: str) -> Path:
+    """Adapter "a" or "b" of a feature, or the plain neighbour of all of them."""
+    folder = Path(_root.name) / family / feature / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if name == "plain":
+        cases.write_with_peft(family, folder, 20, target_modules=[*cases.FAMILIES[family].targets], r=5, lora_alpha=6)
+    else:
+        cases.write_adapter(family, feature, folder, "ab".index(name))
+    return folder
 
 
-def check(family: str, feature: str, root: Path) -> Outcome:
+@cache
+def _expected(family: str, feature: str, name: str) -> Run:
+    """What the oracle says to the rows of an adapter."""
+    rows = [row for row, selector in enumerate(ROWS) if selector == name]
+    oracle = with_merge if name != "plain" and cases.merged_oracle_reason(family, feature) else with_peft
+    return oracle(cases.base_model(family), _folder(family, feature, name), cases.FAMILIES[family].kind, prompt()[rows])
+
+
+def _attach(family: str, folders: dict[str, Path], *, experts: bool) -> tuple[torch.nn.Module, hotslot.AttachedModel]:
+    model = cases.base_model(family)
+    options = {"experts": True} if experts else {}
+    return model, hotslot.attach(model, folders, max_loras=len(folders), max_rank=8, pool_dtype="float32", **options)
+
+
+def check(family: str, feature: str) -> Outcome:
     """Run one cell.
 
     Args:
         family: One of `matrix_cases.FAMILIES`.
         feature: One of `matrix_cases.FEATURES`.
-        root: An empty folder for its adapters.
 
     Raises:
         AssertionError: A row differs from its oracle, or an adapter has too little effect to tell.
@@ -74,36 +93,53 @@ def check(family: str, feature: str, root: Path) -> Outcome:
     absent = cases.absent_reason(family, feature)
     if absent is not None:
         return Outcome("n/a", absent)
-    spec, ids = cases.FAMILIES[family], prompt()
-    folders = {"a": root / "a", "b": root / "b", "plain": _plain(family)[0]}
-    for index, name in enumerate("ab"):
-        cases.write_adapter(family, feature, folders[name], index)
-
-    model = cases.base_model(family)
-    options = {"experts": True} if cases.needs_experts(family, feature) else {}
+    spec, base = cases.FAMILIES[family], _base(family)
+    sources = {"a": feature, "b": feature, "plain": ""}
+    folders = {name: _folder(family, source, name) for name, source in sources.items()}
     try:
-        lora = hotslot.attach(model, folders, max_loras=3, max_rank=8, pool_dtype="float32", **options)
+        model, lora = _attach(family, folders, experts=cases.needs_experts(family, feature))
     except hotslot.HotslotError as error:
-        return Outcome("refused", _without_folder(str(error), root))
+        # What was found, without the names of each tensor and what else would do.
+        return Outcome("refused", re.split("; |: '", str(error).replace(str(folders["a"].parent), "folder"))[0])
     with lora.route(ROWS):
-        found = run(model, spec.kind, ids)
+        found = run(model, spec.kind, prompt())
     lora.detach()
 
-    base = _base(family)
-    at = ROWS.index(hotslot.BASE)
-    assert torch.equal(found.logits[at], base.logits[at]), "the base row's logits differ from the unattached model's"
-    assert torch.equal(found.tokens[at], base.tokens[at]) and torch.equal(found.steps[at], base.steps[at]), "base row, generating"
-    merged = cases.merged_oracle_reason(family, feature)
-    for name in ("a", "b", "plain"):
+    _compare_base(found.rows(ROWS.index(hotslot.BASE)), base.rows(ROWS.index(hotslot.BASE)))
+    for name, source in sources.items():
         rows = [row for row, selector in enumerate(ROWS) if selector == name]
-        if name == "plain":
-            expected = _plain(family)[1]
-        else:
-            oracle = with_peft if merged is None else with_merge
-            expected = oracle(cases.base_model(family), folders[name], spec.kind, ids[rows])
         for member, row in enumerate(rows):
-            compare(found.rows(row), expected.rows(member), base.rows(row), spec.bound, f"adapter {name}, row {row}")
-    return Outcome("exact", merged or "")
+            expected = _expected(family, source, name).rows(member)
+            compare(found.rows(row), expected, base.rows(row), spec.bound, f"adapter {name}, row {row}")
+    return Outcome("exact", cases.merged_oracle_reason(family, feature) or "")
+
+
+def check_together(family: str) -> int:
+    """One batch with a row for an adapter of each feature that a family is served with; how many there were.
+
+    Args:
+        family: One of `matrix_cases.FAMILIES`.
+
+    Raises:
+        AssertionError: As in `check`.
+    """
+    spec, base = cases.FAMILIES[family], _base(family)
+    features = [name for name in cases.FEATURES if not cases.absent_reason(family, name) and (family, name) not in cases.REFUSED]
+    model, lora = _attach(family, {name: _folder(family, name, "a") for name in features}, experts=spec.experts is not None)
+    ids = prompt()[[0] * len(features) + [1]]
+    with lora.route([*features, hotslot.BASE]):
+        found = run(model, spec.kind, ids)
+    lora.detach()
+    _compare_base(found.rows(-1), run(cases.base_model(family), spec.kind, ids).rows(-1))
+    for row, feature in enumerate(features):
+        compare(found.rows(row), _expected(family, feature, "a").rows(0), base.rows(0), spec.bound, feature)
+    return len(features)
+
+
+def _compare_base(found: Run, base: Run) -> None:
+    """A base row, to the bit."""
+    for part in ("logits", "tokens", "steps"):
+        assert torch.equal(getattr(found, part), getattr(base, part)), f"the base row's {part} differ from the unattached model's"
 
 
 def compare(found: Run, expected: Run, base: Run, bound: float, what: str) -> None:
@@ -131,7 +167,3 @@ def compare(found: Run, expected: Run, base: Run, bound: float, what: str) -> No
             # Two tokens within the bound of each other: either is right, and the rest of the row is another text.
             assert best - second <= 2 * bound * span, f"{what}: new token {step} differs"
             return
-
-
-def _without_folder(message: str, root: Path) -> str:
-    return " ".join(message.replace(str(root), "<folder>").split())

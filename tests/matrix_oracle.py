@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def with_peft(model: torch.nn.Module, folder: Path, kind: str, ids: torch.Tensor
 
 
 def with_merge(model: torch.nn.Module, folder: Path, kind: str, ids: torch.Tensor) -> Run:
-    """The base with the adapter merged; for aLoRA the base up to the invocation, and from there the merged model.
+    """The base with the adapter merged; for aLoRA, each layer is the base's before the invocation and the merged one from there.
 
     Args:
         model: The base; it stays as it is.
@@ -97,17 +98,22 @@ def with_merge(model: torch.nn.Module, folder: Path, kind: str, ids: torch.Tenso
 
 @torch.no_grad()
 def _run_from(before: torch.nn.Module, after: torch.nn.Module, ids: torch.Tensor, start: int) -> Run:
-    """One row through one model up to `start` and through another from there, on one cache, token by token."""
-    length, cache, found = ids.shape[1], None, []
-    for at in range(length + NEW_TOKENS - 1):
-        if at >= ids.shape[1]:
-            ids = torch.cat([ids, found[-1].argmax(-1)], 1)
-        out = (before if at < start else after)(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        found.append(out.logits)
-    logits = torch.cat(found, 1)
-    steps = logits[:, length - 1 :]
-    return Run(logits[:, :length], steps.argmax(-1), steps)
+    """One row, each layer with the weights of one model up to `start` and of another from there; without a cache."""
+    model, length, steps = copy.deepcopy(before), ids.shape[1], []
+    for path, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) or type(layer).__name__ == "Conv1D":
+            layer.register_forward_hook(partial(_switch, after.get_submodule(path), start))
+    logits = model(input_ids=ids, use_cache=False).logits
+    for _ in range(NEW_TOKENS):
+        steps.append(model(input_ids=ids, use_cache=False).logits[:, -1:])
+        ids = torch.cat([ids, steps[-1].argmax(-1)], 1)
+    return Run(logits, ids[:, length:], torch.cat(steps, 1))
+
+
+def _switch(other: torch.nn.Module, start: int, _: torch.nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """A layer's output, from token `start` on another layer's."""
+    is_before = torch.arange(out.numel() // out.shape[-1]).reshape(*out.shape[:-1], 1) < start
+    return torch.where(is_before, out, other(*args))
 
 
 def _last_occurrence(ids: list[int], sequence: list[int]) -> int:
@@ -145,7 +151,8 @@ def merge(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
                 path = name.removesuffix(".trainable_tokens_delta").removesuffix(".token_adapter")
                 indices = config["trainable_token_indices"]
                 ids = indices if isinstance(indices, list) else indices[path.rpartition(".")[2]]
-                for weight in (model.get_submodule(path).weight, *([tied] if tied is not None else [])):
+                own = model.get_submodule(path).weight
+                for weight in tied if own is tied[0] else [own]:
                     weight[ids] = tensors[name].float()
                 done.add(name)
         for name in tensors.keys() - done:
@@ -154,13 +161,13 @@ def merge(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
     return model
 
 
-def _untie(model: torch.nn.Module) -> torch.nn.Parameter | None:
-    """Give the head a weight of its own; it is returned if it was the embedding's."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight:
-        return None
-    head.weight = torch.nn.Parameter(head.weight.clone())
-    return head.weight
+def _untie(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Give each module that shares the embedding's weight one of its own; those weights are returned, the embedding's first."""
+    embedding = model.get_input_embeddings()
+    tied = [module for module in model.modules() if getattr(module, "weight", None) is embedding.weight]
+    for module in tied:
+        module.weight = torch.nn.Parameter(module.weight.clone())
+    return [embedding.weight, *(module.weight for module in tied if module is not embedding)]
 
 
 def _merge_pair(model: torch.nn.Module, config: dict[str, Any], tensors: Mapping[str, torch.Tensor], name: str) -> set[str]:

@@ -36,12 +36,14 @@ class Pool:
         dtype: str = "bfloat16",
         pinned: int = 0,
         ids_bytes: int = 0,
+        extras_bytes: int = 0,
     ) -> None:
         self.slot_bytes = _core.pool_slot_bytes(sites, max_rank, dtype)
         self.memory = HostBuffer(self.slot_bytes * max_loras)
         self.table_memory = HostBuffer(_core.tables_bytes(sites, max_loras))
         self.id_memory = HostBuffer(max(ids_bytes, 1))
-        self.memory.array[:] = 0xFF  # NaN: whatever a load leaves alone shows
+        self.extras_memory = HostBuffer(max(extras_bytes * max_loras, 1))
+        self.memory.array[:] = self.extras_memory.array[:] = 0xFF  # NaN: whatever a load leaves alone shows
         self.weights = LoraWeights(
             sites,
             max_loras=max_loras,
@@ -54,19 +56,22 @@ class Pool:
             tables_bytes=self.table_memory.nbytes,
             ids_address=self.id_memory.address if ids_bytes else 0,
             ids_bytes=ids_bytes,
-            owner=(self.memory, self.table_memory, self.id_memory),
+            extras_address=self.extras_memory.address if extras_bytes else 0,
+            extras_bytes=extras_bytes * max_loras,
+            owner=(self.memory, self.table_memory, self.id_memory, self.extras_memory),
         )
 
     def snapshot(self) -> tuple[Any, ...]:
         """All that a refused call must leave as it was."""
         weights = self.weights
         infos = [(i.name, i.state, i.ref_count, i.generation, i.pinned, i.cache_id) for i in weights.slot_infos()]
-        return infos, weights.active, bytes(self.memory.array), bytes(self.table_memory.array)
+        memories = (self.memory, self.table_memory, self.extras_memory)
+        return infos, weights.active, *(bytes(memory.array) for memory in memories)
 
     def cell(self, address: int, dtype: str, slot: int) -> Any:
         """One cell of a table."""
         start = address - self.table_memory.address
-        return self.table_memory.array[start:].view(np.uint8)[: 8 * 64].view(dtype)[slot]
+        return self.table_memory.array[start:].view(np.uint8)[: 8 * len(self.weights.slots)].view(dtype)[slot]
 
     def block(self, address: int, rows: int, cols: int) -> np.ndarray:
         """Rows of a bf16 block with their pads, as float32."""
@@ -74,6 +79,11 @@ class Pool:
         start = address - self.memory.address
         halves = self.memory.array[start : start + rows * stride * 2].view(np.uint16).reshape(rows, stride)
         return (halves.astype(np.uint32) << 16).view(np.float32)
+
+    def vector(self, address: int, length: int) -> np.ndarray:
+        """A gain or bias."""
+        start = address - self.extras_memory.address
+        return self.extras_memory.array[start : start + 4 * length].view(np.float32)
 
 
 def in_memory(array: np.ndarray, dtype: str = "F32") -> tuple[Any, ...]:
@@ -258,6 +268,133 @@ def test_a_refresh_rewrites_the_cells_of_its_slot_alone() -> None:
     pool.weights.check_integrity()
 
 
+# --- extras --------------------------------------------------------------------------------------------------------------
+
+WITH_FLOATING = [*SITES, Site("lm_head", "linear", 20, 30, floating=True), Site("model.embed_tokens", "embedding", 30, 20)]
+
+
+def vector(seed: int, length: int = 12) -> tuple[Any, ...]:
+    """A source of one row."""
+    return in_memory(np.random.default_rng(seed).standard_normal((1, length)).astype(np.float32))
+
+
+def everything() -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Pairs at a linear and at a floating site, and extras at three."""
+    rows = np.arange(60, dtype=np.float32).reshape(3, 20) / 8
+    extras = [
+        (4, "rows", in_memory(rows), None, [7, 0, 29]),
+        (0, "gain", vector(1), vector(2), None),
+        (0, "bias", vector(3), None, None),
+    ]
+    return [pair(0), pair(3, 2, sites=WITH_FLOATING)], extras
+
+
+def extras_bytes_of(pairs: list[tuple[Any, ...]], extras: list[tuple[Any, ...]]) -> int:
+    """What the place of `WITH_FLOATING` needs."""
+    return _core.extras_nbytes(
+        WITH_FLOATING, "bfloat16", [(p[0], p[1]) for p in pairs], [(e[0], e[1], *array_of(e[2]).shape) for e in extras]
+    )
+
+
+def test_extras_and_floating_pairs_lie_in_a_place_of_their_own() -> None:
+    pairs, extras = everything()
+    needed = extras_bytes_of(pairs, extras)
+    # The pair: 2 rows of 24 bf16, 30 rows of 8. Gain and bias: 12 float32. Rows: 3 of 24 bf16.
+    assert needed == 256 + 512 + 256 + 256 + 256
+    assert [site.floating for site in WITH_FLOATING] == [False, False, False, True, True]
+    assert _core.module_slot_offsets(WITH_FLOATING, 4)[2:] == [(1024, 1280), None, None]
+    assert _core.pool_slot_bytes(WITH_FLOATING, 4) == _core.pool_slot_bytes(SITES, 4)
+    pool = Pool(sites=WITH_FLOATING, extras_bytes=needed)
+    weights, tables = pool.weights, pool.weights.tables
+    assert (weights.expert_pool, weights.expert_pool_bytes) == (pool.extras_memory.address, 3 * needed)
+    loaded = weights.pack_store_into_slot(1, "sql", pairs, CONFIG, extras=extras)
+    assert (loaded.num_pairs, loaded.rank) == (2, 4)
+    place = pool.extras_memory.address + needed
+    assert weights.pair_cells(1, 3) == (place, place + 256, 2, 2.0)
+    assert weights.slot_extras(1) == [
+        (0, "gain", place + 768, 1, 12, 16, []),
+        (0, "bias", place + 1024, 1, 12, 16, []),
+        (4, "rows", place + 1280, 3, 20, 24, [7, 0, 29]),
+    ]
+    assert (pool.cell(tables.gain_table(0), "u8", 1), pool.cell(tables.bias_table(0), "u8", 1)) == (place + 768, place + 1024)
+    np.testing.assert_array_equal(pool.vector(place + 768, 12), array_of(extras[1][3])[0])
+    np.testing.assert_array_equal(pool.vector(place + 1024, 12), array_of(extras[2][2])[0])
+    weights.check_integrity()
+    for slot in (0, 2, 3, 10**6):
+        assert weights.slot_extras(slot) == []
+    weights.pack_store_into_slot(1, "plain", [pair(0)], CONFIG)
+    assert (pool.cell(tables.gain_table(0), "u8", 1), weights.slot_extras(1), weights.pair_cells(1, 3)) == (0, [], None)
+
+
+def test_extras_that_do_not_fit_are_refused_with_the_bytes_and_the_option() -> None:
+    pairs, extras = everything()
+    needed = extras_bytes_of(pairs, extras)
+    for room in (0, needed - 256):
+        pool = Pool(sites=WITH_FLOATING, extras_bytes=room)
+        before = pool.snapshot()
+        with pytest.raises(errors.PoolError, match=f"extras_bytes={needed}") as caught:
+            pool.weights.promote("sql", pairs, CONFIG, extras=extras)
+        assert (caught.value.needed, caught.value.room) == (needed, room)
+        assert pool.snapshot() == before
+    assert (Pool().weights.expert_pool, Pool().weights.expert_pool_bytes) == (None, 0)
+    for refused, error in (
+        ([(0, "gain", vector(1, 20), None, None)], errors.AdapterShapeError),
+        ([(0, "gain", in_memory(np.full((1, 12), np.nan, np.float32)), None, None)], errors.AdapterFileError),
+        ([(0, "rows", vector(1, 20), None, None)], ValueError),
+        ([(0, "norm", vector(1), None, None)], ValueError),
+        ([(9, "gain", vector(1), None, None)], ValueError),
+    ):
+        with pytest.raises(error):
+            pool.weights.promote("sql", pairs, CONFIG, extras=refused)
+    with pytest.raises(errors.AdapterShapeError) as shape:
+        pool.weights.promote("sql", pairs, CONFIG, extras=[(0, "bias", vector(1, 20), None, None)])
+    assert (shape.value.tensor, shape.value.expected) == (f"{SITES[0].path}.bias", (1, 12))
+    with pytest.raises(ValueError, match="max_loras"):
+        LoraWeights(
+            SITES, max_loras=3, max_rank=4, pool_address=4096, pool_bytes=1, tables_address=8192, tables_bytes=1, owner=None,
+            extras_address=256, extras_bytes=257,
+        )  # fmt: skip
+
+
+def test_token_rows_of_startup_adapters_are_there_until_the_overlay_is_built() -> None:
+    pairs, extras = everything()
+    weights = Pool(sites=WITH_FLOATING, pinned=2, extras_bytes=extras_bytes_of(pairs, extras)).weights
+    weights.pack_slot(0, "sql", pairs, CONFIG, extras=extras)
+    weights.pack_slot(1, "plain", [pair(0)], CONFIG)
+    rows, none = weights.overlay_raw
+    assert none is None
+    assert rows is not None
+    assert [token for token, _ in rows] == [7, 0, 29]
+    np.testing.assert_array_equal([row for _, row in rows], array_of(extras[0][2]))
+    weights.set_lora_weights()
+    assert weights.overlay_raw == [None, None]
+
+
+def test_kernels_apply_gains_and_biases() -> None:
+    pairs, extras = everything()
+    pool = Pool(sites=WITH_FLOATING, extras_bytes=extras_bytes_of(pairs, extras))
+    weights = pool.weights
+    slot = weights.promote("sql", pairs, CONFIG, extras=extras).slot
+    bias_alone = weights.promote("bias", [pair(1)], CONFIG, extras=[(0, "bias", vector(9), None, None)]).slot
+    x, base = activations(1, 4, 20), activations(2, 4, 12)
+    plan = Plan(3)
+    plan.set_rows([[(slot, 1.0)], [], [(bias_alone, 0.5)], [(slot, 1.0)]])
+    gain, bias = array_of(extras[1][3])[0], array_of(extras[2][2])[0]
+    expected = base.astype(np.float64)
+    for row in (0, 3):
+        expected[row] = gain * (base[row] + delta(x[row : row + 1], pairs[0])[0]) + bias
+    expected[2] = base[2] + 0.5 * array_of(vector(9))[0]
+    kernel = weights.site_kernel(0)
+    out = base.copy()
+    kernel.apply(plan, x.ctypes.data, out.ctypes.data, 4, 20, 12, 0, 1)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(out[1], base[1])
+    shared, again = SharedShrink([kernel, weights.site_kernel(1)]), base.copy()
+    shared.shrink(plan, x.ctypes.data, 4, 20, 0, 1)
+    shared.expand(0, plan, again.ctypes.data, 12, 0, 1)
+    np.testing.assert_array_equal(again, out)
+
+
 # --- references and look-up ----------------------------------------------------------------------------------------------
 
 
@@ -390,6 +527,47 @@ def test_a_cache_id_is_the_digest_of_framed_content() -> None:
     again = weights.promote("sql", pairs, CONFIG)
     assert (again.was_resident, again.generation) == (True, 1)
     assert Pool(dtype="float32").weights.content_id(pairs, CONFIG) != expected
+
+
+def test_a_cache_id_covers_extras_and_invocation_tokens() -> None:
+    def framed(*fields: bytes | int | str) -> bytes:
+        data = [f if isinstance(f, bytes) else f.encode() if isinstance(f, str) else f.to_bytes(8, "little") for f in fields]
+        return b"".join(len(field).to_bytes(8, "little") + field for field in data)
+
+    config = PeftAdapterConfig(4, 8, alora_invocation_tokens=[5, 300])
+    assert config.alora_invocation_tokens == (5, 300)
+    tokens = np.array([5, 300], np.uint32).tobytes()
+    content = framed("hotslot cache id 1", "bfloat16", np.float64(2).tobytes(), "alora invocation tokens", tokens)
+    pairs, extras = everything()
+    sites = {site: WITH_FLOATING[site].path for site in range(5)}
+    for site, _, scale, a, b in sorted(pairs, key=lambda p: sites[p[0]]):
+        content += framed(sites[site], np.float64(scale).tobytes(), 0)
+        for half, source in (("A", a), ("B", b)):
+            content += framed(half, "F32", *array_of(source).shape, blake3.blake3(array_of(source).tobytes()).digest())
+    for site, part, source, _, ids in sorted([extras[1], extras[2], extras[0]], key=lambda e: sites[e[0]]):
+        ids_bytes = np.array(ids or [], np.uint32).tobytes()
+        digest = blake3.blake3(array_of(source).tobytes()).digest()
+        content += framed(sites[site], part, "F32", *array_of(source).shape, ids_bytes, digest)
+    expected = "hs1:" + blake3.blake3(content).hexdigest()
+    weights = Pool(sites=WITH_FLOATING, extras_bytes=4096).weights
+    assert weights.content_id(pairs, config, extras=extras) == expected
+    as_object = SimpleNamespace(
+        r=4, lora_alpha=8.0, use_rslora=False, rank_pattern={}, alpha_pattern={}, alora_invocation_tokens=(5, 300)
+    )
+    assert weights.promote("sql", pairs, as_object, extras=extras).cache_id == expected
+    as_object.alora_invocation_tokens = None
+    assert weights.content_id(pairs, as_object) == weights.content_id(pairs, CONFIG)
+
+
+def test_a_row_of_one_adapter_has_its_id_and_a_mixture_one_of_its_own() -> None:
+    one, two = "hs1:" + "1" * 64, "hs1:" + "2" * 64
+    assert _core.row_cache_id([], None) == "hs1:base"
+    assert _core.row_cache_id([(one, 1.0)], None) == one
+    rows = [([(one, 1.0)], 4), ([(one, 0.5)], None), ([(one, 0.5), (two, 0.5)], None), ([(two, 0.5), (one, 0.5)], None)]
+    ids = {_core.row_cache_id(members, start) for members, start in rows}
+    assert len(ids | {one, two, "hs1:base"}) == 7
+    with pytest.raises(ValueError, match="cache_id"):
+        _core.row_cache_id([("sql", 1.0)], None)
 
 
 def test_names_that_could_be_taken_for_an_id_are_refused() -> None:

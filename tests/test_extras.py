@@ -6,6 +6,7 @@ The matrix (test_matrix.py) compares every family with PEFT; here is what a row 
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,7 @@ def test_autograd_and_compile_serve_extras_as_eager_does(model: torch.nn.Module,
 
 
 def test_bf16_layers_round_once(model: torch.nn.Module, folders: dict[str, Path]) -> None:
-    served, lora = attached(model.bfloat16(), folders, "dora", "lora_bias")
-    model.float()
+    served, lora = attached(copy.deepcopy(model).bfloat16(), folders, "dora", "lora_bias")
     site = "model.layers.1.mlp.up_proj"
     module = served.get_submodule(site)
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
@@ -291,7 +291,7 @@ def test_one_route_over_chunks_remembers_the_start(model: torch.nn.Module, folde
 
 def test_starts_that_make_no_sense_are_refused(model: torch.nn.Module, folders: dict[str, Path]) -> None:
     served, lora = attached(model, folders, "alora", "plain")
-    for starts in ([1], [1, -1], [1, "a"], [1, 1.5], [1, True]):
+    for starts in ([1], [1, -1], [1, "a"], [1, 1.5], [1, True], 5, {0: 1, 1: 2}, "ab", [1, 1 << 64]):
         with pytest.raises(hotslot.RouteError, match="start"):
             lora.route(["alora", "plain"], starts=starts)
     with pytest.raises(hotslot.RouteError):
@@ -311,17 +311,144 @@ def test_a_start_gates_a_plain_adapter_too(model: torch.nn.Module, folders: dict
         assert_close_to_range(logits(served, ids), logits(peft_alone(model, folders["plain"]), ids))
 
 
+def test_what_cannot_begin_inside_a_row_is_refused_a_start(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    _, lora = attached(model, folders, "head", "tokens", "lora_embedding", "dora")
+    for name in ("head", "tokens", "lora_embedding"):
+        with pytest.raises(hotslot.RouteError, match="cannot begin"), lora.route([name], starts=[2]):
+            pass
+    with lora.route(["head", "dora"], starts=[0, 2]):
+        pass
+    assert [slot.ref_count for slot in lora.slots()] == [0] * 5
+
+
+def test_the_cache_of_a_sequence_tells_its_start(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora")
+    one, two = alora_prompts()[:1], alora_prompts()[3:]
+    with torch.no_grad():
+        expected = [peft_rows(model, folders["alora"], ids) for ids in (one, two)]
+        with lora.route(["alora"]):  # two sequences in turns
+            first, other = served(input_ids=one[:, :8], use_cache=True), served(input_ids=two[:, :8], use_cache=True)
+            found = [served(input_ids=one[:, 8:], cache=first.cache).logits, served(input_ids=two[:, 8:], cache=other.cache).logits]
+    for logits_found, logits_expected in zip(found, expected, strict=True):
+        assert_close_to_range(logits_found, logits_expected[:, 8:])
+
+
+@pytest.mark.parametrize("cut", [4, 10, 11])
+def test_an_invocation_in_a_later_chunk_or_across_two_is_found(model: torch.nn.Module, folders: dict[str, Path], cut: int) -> None:
+    served, lora = attached(model, folders, "alora")
+    ids = alora_prompts()[1:2]  # the invocation is at 10 and 11
+    with lora.route(["alora"]) as route, torch.no_grad():
+        first = served(ids[:, :cut], use_cache=True)
+        second = served(ids[:, cut:], None, None, first.cache)  # the cache by position
+        assert route.activation is not None and route.activation.starts_of(0) == [10]
+    if cut <= 10:  # else the first chunk's last token was base before the invocation was complete
+        assert_close_to_range(torch.cat([first.logits, second.logits], 1), peft_rows(model, folders["alora"], ids))
+
+
+def test_a_call_inside_another_models_generate_finds_its_own_starts(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora")
+    outer, outer_lora = attached(model, folders, "plain")
+    ids, seen = alora_prompts()[:1], []
+
+    def rerank(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with lora.route(["alora"]):
+            seen.append(logits(served, ids))
+        return scores
+
+    with outer_lora.route(["plain"]):
+        outer.generate(ids, max_new_tokens=1, logits_processor=[rerank], pad_token_id=0)
+    assert_close_to_range(seen[0], peft_rows(model, folders["alora"], ids))
+
+
+def test_an_index_of_kept_logits_is_refused_under_starts(model: torch.nn.Module, tmp_path: Path) -> None:
+    folder = write(model, tmp_path / "it", 9, target_modules=["q_proj", "lm_head"], alora_invocation_tokens=[7, 8])
+    served = copy.deepcopy(model)
+    lora = hotslot.attach(served, {"it": folder}, max_rank=8, pool_dtype="float32")
+    with lora.route(["it"]), torch.no_grad():
+        ids = alora_prompts()[:1]
+        whole = served(input_ids=ids).logits
+        assert_close_to_range(served(input_ids=ids, logits_to_keep=2).logits, whole[:, -2:])
+        with pytest.raises(hotslot.RouteError, match="logits_to_keep"):
+            served(input_ids=ids, logits_to_keep=torch.tensor([0, 3]))
+
+
+def test_threads_under_one_route_each_have_their_own_sequence(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora")
+    prompts_of = {0: alora_prompts()[:1], 1: alora_prompts()[3:]}
+    expected = {at: peft_rows(model, folders["alora"], ids) for at, ids in prompts_of.items()}
+    with lora.route(["alora"]) as route, ThreadPoolExecutor(2) as threads:
+        run = route.bind(lambda at: (at, logits(served, prompts_of[at])))
+        for at, found in threads.map(run, [0, 1] * 20):
+            assert_close_to_range(found, expected[at])
+
+
+def test_autocast_with_gradients_serves_what_it_serves_without(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "dora", "head", "lora_embedding", "tokens")
+    with lora.route(["dora", "head", "lora_embedding", "tokens"]), torch.autocast("cpu", torch.bfloat16):
+        tracked = served(input_ids=prompts(4)).logits
+        assert_close_to_range(tracked.detach().float(), logits(served, prompts(4)).float(), 0.02)
+
+
+@pytest.mark.parametrize("name", ["head", "tokens", "dora", "lora_bias", "lora_embedding"])
+def test_backward_after_the_slot_was_loaded_anew(model: torch.nn.Module, folders: dict[str, Path], name: str) -> None:
+    served, lora = attached(model, folders, "plain", max_loras=2, extras_bytes=1 << 20)
+    lora.load(folders[name], "it")
+    embeds = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
+    mine, theirs = embeds.clone().requires_grad_(), embeds.clone().requires_grad_()
+    with lora.route(["it"]):
+        loss = served(inputs_embeds=mine).logits.pow(2).sum()
+    lora.unload("it")
+    lora.load(folders["lora_bias" if name != "lora_bias" else "dora"], "other")
+    loss.backward()
+    peft_alone(model, folders[name])(inputs_embeds=theirs).logits.pow(2).sum().backward()
+    assert_close_to_range(mine.grad, theirs.grad, 1e-4)
+
+
+def test_a_shared_input_is_never_taken_for_another(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "plain", "lora_bias")
+    attention = served.model.layers[0].self_attn
+    x = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(1))
+
+    def parts() -> list[torch.Tensor]:
+        return [getattr(attention, name)(x.clone()) for name in ("q_proj", "k_proj", "v_proj")]
+
+    route = lora.static_route(1)
+    with torch.no_grad():
+        for row in ("plain", "lora_bias"):
+            route.set([row])
+            with route:
+                expected = parts()
+                assert torch.equal(attention.q_proj(x), expected[0])
+                x.numpy()[:] *= 2  # no version tells
+                expected = parts()
+                assert torch.equal(attention.q_proj(x), expected[0])
+                x.mul_(0.5)
+                expected = parts()
+                assert torch.equal(attention.v_proj(x), expected[2])
+                assert torch.equal(attention.k_proj(x), expected[1])
+    route.close()
+
+
 # --- identity -------------------------------------------------------------------------------------------------------------
 
 
 def test_cache_ids_of_rows_cover_content_weights_and_starts(model: torch.nn.Module, folders: dict[str, Path]) -> None:
-    _, lora = attached(model, folders, "alora", "plain", "dora")
+    served, lora = attached(model, folders, "alora", "plain", "dora")
     rows = [BASE, "plain", {"plain": 1.0}, {"plain": 0.5}, {"plain": 0.5, "alora": 0.5}, {"alora": 0.5, "plain": 0.5}, "plain"]
-    with lora.route(rows, starts=[None] * 6 + [3]) as route:
+    with lora.route(rows, starts=[None, None, None, None, 2, 2, 3]) as route:
         ids = route.cache_ids
     assert ids[0] == "hs1:base" and ids[1] == ids[2] == lora.cache_id("plain")
     assert len(set(ids[1:])) == 5
     assert all(found.startswith("hs1:") for found in ids)
+    prompt = alora_prompts()[:1]  # found at 6
+    row = {"alora": 0.5, "plain": 0.5}
+    with lora.route([row]) as found_in_prompt, pytest.raises(hotslot.RouteError, match="not known before a call"):
+        _ = found_in_prompt.cache_ids
+    with lora.route([row]) as found_in_prompt:
+        served(input_ids=prompt)
+        begins_inside = found_in_prompt.cache_ids
+    with lora.route([row], starts=[6]) as both_inside:
+        assert both_inside.cache_ids != begins_inside  # there the plain one begins with the row
     with pytest.raises(hotslot.RouteError, match="not entered"):
         _ = lora.route(["plain"]).cache_ids
 
@@ -373,12 +500,68 @@ def test_experts_and_routers_under_every_implementation(tmp_path: Path, implemen
     assert_close_to_range(found[[0, 2]], expected[[0, 2]])
     assert torch.equal(found[1], logits(model, ids)[1])
     assert served.config._experts_implementation == implementation
+    with lora.route(["moe", BASE, "moe"]), torch.no_grad():
+        if implementation == "eager":  # compiling takes seconds
+            assert_close_to_range(torch.compile(served, backend="eager")(input_ids=ids).logits, found, 1e-6)
+        tokens = [row for row in ("moe", BASE, "moe") for _ in range(ids.shape[1])]
+    with lora.route(tokens=tokens):
+        assert_close_to_range(logits(served, ids), found, 1e-6)
+    with lora.route(["moe", BASE, "moe"]):
+        tracked = served(input_ids=ids).logits
+    assert_close_to_range(tracked.detach(), found, 1e-5)
     twin = copy.deepcopy(served)
     assert torch.equal(logits(twin, ids), logits(model, ids))
     assert served.state_dict().keys() == model.state_dict().keys()
     lora.detach()
     assert torch.equal(logits(served, ids), logits(model, ids))
     assert not any("forward" in module.__dict__ for module in served.modules())
+
+
+@pytest.mark.parametrize(
+    "options", [{"experts": "no"}, {"experts": 2}, {"extras_bytes": -1}, {"extras_bytes": True}, {"extras_bytes": 1 << 63}]
+)
+def test_options_that_make_no_sense_are_refused(model: torch.nn.Module, options: dict[str, Any]) -> None:
+    with pytest.raises(hotslot.PoolError, match=next(iter(options))):
+        hotslot.attach(model, **options)
+    with pytest.raises(hotslot.PoolError, match=next(iter(options))):
+        hotslot.plan(model, 2, 8, **options)
+
+
+def test_a_gain_that_is_no_number_names_its_cause(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    _, lora = attached(model, folders, "dora")
+    tensors = safetensors.torch.load_file(folders["dora"] / "adapter_model.safetensors")
+    key = next(key for key in tensors if "magnitude" in key)
+    tensors[key][0] = float("inf")
+    before = snapshot(lora)
+    config = parse_config((folders["dora"] / "adapter_config.json").read_bytes(), "it")
+    with pytest.raises(hotslot.AdapterFileError, match="lora_magnitude_vector"):
+        lora.load((tensors, config), "it")
+    assert snapshot(lora) == before
+
+
+def test_a_base_that_changed_gives_other_gains(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, extras_bytes=1 << 20)
+    lora.load(folders["dora"], "dora")
+    lora.unload("dora")
+    with torch.no_grad():
+        for parameter in served.parameters():
+            parameter.mul_(1.5)
+    lora.load(folders["dora"], "dora")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    with lora.route(["dora"]):
+        assert_close_to_range(logits(served, prompts(1)), logits(peft_alone(other, folders["dora"]), prompts(1)))
+
+
+def test_a_saved_module_that_the_file_lacks_is_refused(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    _, lora = attached(model, folders, "head")
+    tensors = safetensors.torch.load_file(folders["head"] / "adapter_model.safetensors")
+    config = parse_config((folders["head"] / "adapter_config.json").read_bytes(), "it")
+    tensors = {key: tensor for key, tensor in tensors.items() if "lm_head" not in key}
+    with pytest.raises(hotslot.AdapterConfigError, match="modules_to_save"):
+        lora.load((tensors, config), "it")
 
 
 def test_experts_are_off_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

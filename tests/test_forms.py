@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,18 @@ import numpy as np
 import peft_cases
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import SEVEN, assert_close_to_range, logits, prompts, tiny_model, write_adapter
 
 import hotslot
-from hotslot.adapter import memory_adapter, read_adapter, resolve, target_paths
+from hotslot.adapter import memory_adapter, read_adapter, resolve
 from hotslot.errors import AdapterConfigError, AdapterError, AdapterFileError, AdapterShapeError, RankError
 from hotslot.experts import expert_layouts
 from hotslot.extras import FEATURES, ResolvedExpert
+from hotslot.keys import NameSet
+from hotslot.patterns import PatternError, compile_pattern
 from hotslot.report import module_kind
 from hotslot.tensors import memory_tensor
 
@@ -166,9 +171,6 @@ def test_a_fused_adapter_on_a_split_model_has_the_bytes_of_its_split_form(tmp_pa
     with read_adapter(fused) as adapter:
         report = resolve(adapter, peft_cases.sites(model), 8).report
         assert report.nbytes == sum(tensor.nbytes for tensor in adapter.tensors.values())
-        assert target_paths(adapter, dict(model.named_modules())) == sorted(
-            site.path for site in peft_cases.sites(model, only="layers")
-        )
     assert (report.applied, report.modules) == (21, dict.fromkeys(SEVEN, 3))
     assert sorted(report.warnings) == [
         "the model stores gate_up_proj as gate_proj, up_proj: each gets its rows of B",
@@ -463,6 +465,55 @@ def test_experts_stored_fused_or_one_by_one_are_the_same(name: str, mixtral_name
     for key, delta in found.items():
         assert np.array_equal(delta, expected[key])
     assert {key[1] for key in found} == {"gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("mlp.experts.1.down_proj", "block_sparse_moe.experts.1.w2"),
+        ("mlp.experts.1.gate_proj", "mlp.experts.1.gate_up_proj"),
+        ("mlp.experts.2.w3", "mlp.experts.2.up_proj"),
+    ],
+)
+def test_two_pairs_for_one_projection_of_an_expert_are_refused(first: str, second: str) -> None:
+    layouts = expert_layouts(peft_cases.family("mixtral"))
+    sizes = {"down_proj": (96, 64), "w2": (96, 64), "gate_up_proj": (64, 192)}
+    names = [f"model.layers.0.{name}" for name in (first, second)]
+    tensors = pairs_of({name: sizes.get(name.rpartition(".")[2], (64, 96)) for name in names})
+    with pytest.raises(AdapterFileError, match="two tensors for the same thing"):
+        resolved(tensors, [], experts=layouts)
+
+
+def test_a_fused_pair_and_one_of_an_expert_are_refused_together() -> None:
+    layouts = expert_layouts(peft_cases.family("mixtral"))
+    tensors = pairs_of({"model.layers.0.mlp.experts.1.down_proj": (96, 64)})
+    tensors |= pairs_of({"model.layers.0.mlp.experts": (96, 64)}, rank=16)
+    fields = peft_cases.config(target_modules=None, target_parameters=["experts.down_proj"])
+    with pytest.raises(AdapterFileError, match=r"experts\.1\.down_proj"):
+        resolved(tensors, [], experts=layouts, fields=fields)
+
+
+WORDS = st.lists(st.sampled_from(["a", "b", "ab", "q_proj", "0"]), min_size=1, max_size=4).map(".".join)
+
+
+@given(names=st.lists(WORDS, max_size=4), path=WORDS)
+def test_names_of_a_config_are_compared_by_whole_parts(names: list[str], path: str) -> None:
+    found = NameSet(names)
+    assert set(found.ends(path)) == {name for name in names if f".{path}".endswith(f".{name}")}
+    assert found.is_within(path) == any(f".{name}." in f".{path}." for name in names)
+
+
+@given(pattern=st.text("ab.\\-_", max_size=6), path=st.text("ab.-_\n", max_size=8))
+def test_a_pattern_that_is_a_name_matches_what_pefts_expression_matches(pattern: str, path: str) -> None:
+    try:
+        expected = re.match(rf"(.*\.)?({pattern})$", path) is not None
+    except re.error:
+        return
+    try:
+        assert compile_pattern(pattern).matches(path) == expected
+    except PatternError:
+        # Of what is no name some is not served, such as a boundary's escape.
+        assert re.search(r"\\[^.\-]", pattern)
 
 
 def test_shared_experts_are_counted_as_kinds_of_their_own() -> None:

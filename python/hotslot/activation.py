@@ -8,8 +8,9 @@ step, or a chunk of the prompt that follows in a call of its own, does not conta
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ._core import Plan
 from .errors import RouteError
@@ -21,6 +22,10 @@ NEVER = 1 << 62
 """The start of an adapter whose invocation the row does not hold."""
 
 
+Starts: TypeAlias = "list[list[int | None]]"
+"""The first active position by row and entry; None while it is not known, `NEVER` without an invocation."""
+
+
 class _Gate(NamedTuple):
     """What decides where one entry of a row begins."""
 
@@ -29,8 +34,18 @@ class _Gate(NamedTuple):
     invocation: tuple[int, ...]
 
 
+class Located:
+    """What was found in one sequence: its starts, and the last tokens, for an invocation that goes on in the next chunk."""
+
+    def __init__(self, starts: Starts) -> None:
+        self.starts = [list(row) for row in starts]
+        self.tails: dict[_Gate, list[int]] = {}
+
+
 class Activation:
     """The starts of one route's rows.
+
+    A start belongs to a sequence, and a sequence to its cache: a call that continues one is known by the cache that it brings.
 
     Args:
         rows: (slot, weight) entries by row.
@@ -45,100 +60,111 @@ class Activation:
         invocations: Mapping[int, tuple[int, ...]],
         starts: Sequence[int | None] | None,
     ) -> None:
-        self._rows = rows
-        self._starts: list[list[int | None]] = []
+        self.rows = rows
+        self._given: Starts = []
         self._gates: list[_Gate] = []
         for row, entries in enumerate(rows):
             given = None if starts is None else starts[row]
-            self._starts.append([0 if given is None else given] * len(entries))
+            self._given.append([0 if given is None else given] * len(entries))
             if given is None:
                 gates = [_Gate(row, at, invocations[slot]) for at, (slot, _) in enumerate(entries) if slot in invocations]
                 self._gates += gates
                 for gate in gates:
-                    self._starts[row][gate.entry] = None
-
-    @property
-    def needs_ids(self) -> bool:
-        """Whether a start has to be found in the tokens of a call."""
-        return bool(self._gates)
+                    self._given[row][gate.entry] = None
+        self._sequences: weakref.WeakKeyDictionary[Any, Located] = weakref.WeakKeyDictionary()
+        self._latest = Located(self._given)
 
     def starts_of(self, row: int) -> list[int | None]:
-        """The start of each entry of a row; None while it is not known, `NEVER` without an invocation."""
-        return list(self._starts[row])
+        """The start of each entry of a row, in the sequence that was begun last."""
+        return list(self._latest.starts[row])
 
-    def find(self, ids: torch.Tensor | None, offset: int) -> None:
-        """Look for the invocations in the tokens of a call.
+    def begin(self, ids: torch.Tensor | None) -> Located:
+        """A new sequence with these tokens [rows, length], None where the call has none.
+
+        Raises:
+            RouteError: There are no tokens, and a start is not known.
+        """
+        return self._find(Located(self._given), ids, 0)
+
+    def locate(self, ids: torch.Tensor | None, offset: int, cache: Any) -> Located:
+        """The sequence that a call begins or continues.
 
         Args:
-            ids: The tokens [rows, length], or None where the call has none.
-            offset: Tokens of the sequence that came before, in a cache.
+            ids: The tokens [rows, length] of the call, or None where it has none.
+            offset: Tokens of the sequence that came before, in the cache.
+            cache: The cache, or None.
 
         Raises:
             RouteError: A start is not known and cannot be found: the invocation may lie in what came before.
         """
+        known = None if offset == 0 else self._sequences.get(cache)
+        return self._find(known or Located(self._given), ids, offset, is_known=known is not None)
+
+    def remember(self, cache: Any, sequence: Located) -> None:
+        """This cache holds this sequence."""
+        if self._gates:
+            self._sequences[cache] = sequence
+
+    def _find(self, sequence: Located, ids: torch.Tensor | None, offset: int, *, is_known: bool = False) -> Located:
+        self._latest = sequence
         for gate in self._gates:
-            at = None if ids is None else _last(ids[gate.row].tolist(), gate.invocation)
-            known = self._starts[gate.row][gate.entry]
-            if offset > 0 and known is not None:
-                continue
-            if ids is None or (at is None and offset > 0):
+            known = sequence.starts[gate.row][gate.entry]
+            if ids is not None:
+                tail = sequence.tails.get(gate, [])
+                tokens = tail + ids[gate.row].tolist()
+                sequence.tails[gate] = tokens[max(0, len(tokens) - len(gate.invocation) + 1) :]
+                at = _last(tokens, gate.invocation) if known is None or known == NEVER else None
+                if at is not None:
+                    sequence.starts[gate.row][gate.entry] = max(0, offset + at - len(tail))
+                    continue
+            if known is None and (ids is None or (offset > 0 and not is_known)):
                 where = "the call has embeddings in place of token ids" if ids is None else f"{offset} tokens came before this call"
                 raise RouteError(
                     f"row {gate.row} has an aLoRA adapter, and where it begins cannot be told: {where}; give the route "
                     "starts=[...], the first active token of each row"
                 )
-            self._starts[gate.row][gate.entry] = NEVER if at is None else offset + at
-
-    def plan(self, plan: Plan, batch: int, length: int, offset: int, per_row: int) -> Plan:
-        """The plan of a site that sees the last `per_row` tokens of each row: `plan` itself where all of them are active.
-
-        Args:
-            plan: The route's plan.
-            batch: Rows of the call.
-            length: Tokens of a row in the call.
-            offset: Tokens that came before.
-            per_row: Tokens of a row at the site.
-        """
-        first, last = offset + length - per_row, offset + length - 1
-        if all((start if start is not None else NEVER) <= first for starts in self._starts for start in starts):
-            return plan
-        rows = []
-        for member in range(batch):
-            row = member * len(self._rows) // batch
-            entries = [(e, start) for e, start in zip(self._rows[row], self._starts[row], strict=True) if start is not None]
-            if all(start <= first or start > last for _, start in entries):
-                rows += [[entry for entry, start in entries if start <= first]] * per_row
-            else:
-                rows += [[entry for entry, start in entries if start <= at] for at in range(first, last + 1)]
-        gated = Plan(plan.max_loras)
-        gated.set_rows(rows)
-        return gated
+            sequence.starts[gate.row][gate.entry] = NEVER if known is None else known
+        return sequence
 
 
 class ActiveTokens:
-    """The activation of one model call: its tokens' positions, and the plans of the sites that it passes.
+    """One model call under a route with starts: its tokens' positions, and the plans of the sites that it passes.
 
     Args:
-        activation: The route's.
-        plan: The route's.
+        rows: (slot, weight) entries by row of the route.
+        starts: Where they begin.
+        plan: The route's plan.
         batch: Rows of the call.
         length: Tokens of a row.
         offset: Tokens that came before.
+        may_trail: Whether fewer tokens than the call has are the last of each row.
     """
 
-    def __init__(self, activation: Activation, plan: Plan, batch: int, length: int, offset: int) -> None:
-        self._activation = activation
+    def __init__(
+        self,
+        rows: Sequence[Sequence[tuple[int, float]]],
+        starts: Starts,
+        plan: Plan,
+        batch: int,
+        length: int,
+        offset: int,
+        *,
+        may_trail: bool,
+    ) -> None:
+        self._rows = rows
+        self._starts = [[NEVER if start is None else start for start in row] for row in starts]
         self._plan = plan
         self._batch, self._length, self._offset = batch, length, offset
+        self._may_trail = may_trail
         self._plans: dict[int, Plan] = {}
 
-    def plan(self, tokens: int, path: str, *, may_trail: bool) -> Plan:
-        """The plan of a site with `tokens` tokens.
+    def plan(self, tokens: int, path: str, *, is_head: bool) -> Plan:
+        """The plan of a site with `tokens` tokens: the route's own where all of them are active.
 
         Args:
             tokens: Its tokens.
             path: The site, for messages.
-            may_trail: Whether it may see only the last tokens of each row, as the output embedding does in generation.
+            is_head: Whether it is the output embedding, which may see only the last tokens of each row.
 
         Raises:
             RouteError: They are not the tokens of the call.
@@ -146,15 +172,35 @@ class ActiveTokens:
         found = self._plans.get(tokens)
         if found is None:
             per_row, rest = divmod(tokens, self._batch)
-            if rest or not (per_row == self._length or (may_trail and 0 < per_row < self._length)):
+            # Multi-head latent attention expands its whole cache again in every step.
+            is_known = per_row in (self._length, self._offset + self._length)
+            is_tail = is_head and self._may_trail and 0 < per_row < self._length
+            if rest or not (is_known or is_tail):
                 raise RouteError(
-                    f"{path} was called with {tokens} tokens for {self._batch} rows of {self._length}; expected one for each, or "
-                    "where an aLoRA adapter begins cannot be told",
+                    f"{path} was called with {tokens} tokens for {self._batch} rows of {self._length}; expected one for each (or "
+                    "the last ones, logits_to_keep=n), or where an adapter begins cannot be told",
                     rows=self._batch,
                 )
-            found = self._activation.plan(self._plan, self._batch, self._length, self._offset, per_row)
-            self._plans[tokens] = found
+            found = self._plans[tokens] = self._gated(per_row)
         return found
+
+    def _gated(self, per_row: int) -> Plan:
+        """The plan of a site that sees the last `per_row` tokens of each row."""
+        last = self._offset + self._length - 1
+        first = last + 1 - per_row
+        if all(start <= first for starts in self._starts for start in starts):
+            return self._plan
+        rows = []
+        for member in range(self._batch):
+            row = member * len(self._rows) // self._batch
+            entries = list(zip(self._rows[row], self._starts[row], strict=True))
+            if all(start <= first or start > last for _, start in entries):
+                rows += [[entry for entry, start in entries if start <= first]] * per_row
+            else:
+                rows += [[entry for entry, start in entries if start <= at] for at in range(first, last + 1)]
+        gated = Plan(self._plan.max_loras)
+        gated.set_rows(rows)
+        return gated
 
 
 def check_starts(starts: Sequence[Any] | None, num_rows: int) -> list[int | None] | None:
@@ -165,6 +211,8 @@ def check_starts(starts: Sequence[Any] | None, num_rows: int) -> list[int | None
     """
     if starts is None:
         return None
+    if isinstance(starts, (str, bytes, Mapping)) or not isinstance(starts, Iterable):
+        raise RouteError(f"starts={starts!r}; expected a list, one per row, None where the adapter decides", rows=num_rows)
     found = list(starts)
     if len(found) != num_rows:
         raise RouteError(
@@ -175,7 +223,7 @@ def check_starts(starts: Sequence[Any] | None, num_rows: int) -> list[int | None
             found[index] = None if start is None else operator.index(start)
         except TypeError:
             found[index] = -1
-        if isinstance(start, bool) or (found[index] is not None and found[index] < 0):
+        if isinstance(start, bool) or not (found[index] is None or 0 <= found[index] < NEVER):
             raise RouteError(f"the start of row {index} is {start!r}; expected a token position >= 0 or None")
     return found
 

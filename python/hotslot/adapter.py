@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,6 +48,7 @@ def resolve(
     experts: Mapping[str, ExpertLayout] | None = None,
     strict: bool = True,
     base_copies: Literal["skip", "refuse"] = "skip",
+    room_hint: Callable[[str], str | None] = lambda _: None,
 ) -> ResolvedAdapter:
     """Match every tensor of an adapter to a site of the model, or say why it does not fit.
 
@@ -62,6 +63,7 @@ def resolve(
         strict: Refuse an adapter some of whose modules the model lacks; otherwise those are ignored and reported, and only
             an adapter none of whose modules fit is refused.
         base_copies: Whether to ignore copies of base weights that PEFT put into the file, or to refuse the adapter.
+        room_hint: What to do about a module of the model that is no site, by its path, for the message.
 
     Raises:
         AdapterConfigError: A feature that is not served, a tensor name in none of PEFT's forms, or a rank that is not the
@@ -89,6 +91,6 @@ def resolve(
     index = {site.path: place for place, site in enumerate(sites)}
     host = HostTree([*host_modules, *index, *(experts or ())])
     audit = Audit(adapter, supported, lambda module: host.find(module) in index, base_copies == "refuse")
-    placement = Placement(audit, sites, index, host, max_rank, strict, vocab_size, experts or {})
+    placement = Placement(audit, sites, index, host, max_rank, strict, vocab_size, experts or {}, room_hint)
     pairs = placement.place(audit.modules())
     return ResolvedAdapter(pairs, adapter.config.scaling(), placement.extras, placement.report)

@@ -118,10 +118,11 @@ class _Generate:
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         route = current_route(self._lora)
         checked_rows(route, args, kwargs, may_multiply=False)
-        if route is not None and route.activation is not None and route.activation.needs_ids:
+        sequence = None
+        if route is not None and route.activation is not None:
             # Once, in the prompt: no later step holds the invocation.
-            route.activation.find(token_ids(args, kwargs), 0)
-        with generating():
+            sequence = route.activation.begin(token_ids(args, kwargs))
+        with generating(route, sequence):
             return self._generate(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from typing import Final, NoReturn, TypeAlias
 from .errors import AdapterConfigError, AdapterFileError
 from .extras import FEATURES
 from .folder import Adapter
-from .keys import ACCEPTED_FORMS, Key, Role, listed, parse_key, shown
+from .keys import ACCEPTED_FORMS, Key, NameSet, Role, listed, parse_key, shown
 from .tensors import SERVED_DTYPES
 
 Roles: TypeAlias = dict[tuple[Role, str], Key]
@@ -39,6 +39,7 @@ class Audit:
     def __init__(self, adapter: Adapter, supported: Collection[str], is_site: Callable[[str], bool], refuse_copies: bool) -> None:
         self.adapter, self.config, self.supported = adapter, adapter.config, frozenset(supported)
         self.is_site, self.refuse_copies = is_site, refuse_copies
+        self._saved = NameSet(self.config.modules_to_save)
 
     def modules(self) -> dict[str, Roles]:
         """The tensors by module, each of them parsed and of a kind that is served.
@@ -109,13 +110,10 @@ class Audit:
         if key.role is Role.SAVED or (key.role is Role.BASE_COPY and key.leaf == "bias" and self.config.bias != "none"):
             return (
                 "bias"
-                if key.leaf == "bias" and self.config.bias != "none" and not self._is_saved(key.module)
+                if key.leaf == "bias" and self.config.bias != "none" and not self._saved.is_within(key.module)
                 else "modules_to_save"
             )
         return _FEATURE_OF.get(key.role)
-
-    def _is_saved(self, module: str) -> bool:
-        return any(f".{name}." in f".{module}." for name in self.config.modules_to_save)
 
     def _check_features(self, keys: list[Key]) -> None:
         found: dict[str, list[str]] = {}

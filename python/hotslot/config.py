@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .config_reader import ConfigReader
 from .errors import AdapterConfigError, AdapterFileError
+from .keys import shown
 from .model_config import model_config_from_transformers as model_config_from_transformers
 from .patterns import PatternTable
 
@@ -146,9 +148,8 @@ def parse_config(raw: bytes, path: str) -> PeftAdapterConfig:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
         if len(found) != len(items):
-            names = [name for name, _ in items]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise AdapterConfigError(f"{path!r} holds {twice!r} twice; expected each field once", path=path, key=twice)
+            twice = Counter(name for name, _ in items).most_common(1)[0][0]
+            raise AdapterConfigError(f"{path!r} holds '{shown(twice)}' twice; expected each field once", path=path, key=twice)
         return found
 
     if raw.startswith(b"version https://git-lfs"):

@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
 from .errors import AdapterConfigError
+from .keys import shown, shown_value
 from .patterns import PatternError, compile_pattern
 
 _MAX_SCALE: Final = 3.0e38
 _MAX_RANK: Final = 1 << 31
+# One for each module of a large model, several times over; each takes a moment to compile.
+_MAX_PATTERNS: Final = 4096
 
 # Settings of training, of the checkpoint and of PEFT itself: no value of theirs changes what the saved tensors mean.
 _NEUTRAL: Final = frozenset(
@@ -63,10 +66,9 @@ class ConfigReader:
 
     def _refuse(self, key: str, expected: str, value: object = None) -> NoReturn:
         value = self.fields.get(key) if value is None else value
-        shown = json.dumps(value, default=str)
         where = "adapter config" if self.path is None else repr(self.path)
         raise AdapterConfigError(
-            f"{where} has {key} = {shown if len(shown) <= 80 else shown[:77] + '...'}; {expected}",
+            f"{where} has {shown(key)} = {shown_value(value, write=_as_json)}; {expected}",
             path=self.path,
             key=key,
             value=value,
@@ -167,6 +169,8 @@ class ConfigReader:
             return {}
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
             self._refuse(key, "expected an object: module pattern -> number")
+        if len(found) > _MAX_PATTERNS:
+            self._refuse(key, f"which holds {len(found)} patterns; expected at most {_MAX_PATTERNS}")
         checked = {}
         for pattern, value in found.items():
             try:
@@ -226,7 +230,7 @@ class ConfigReader:
         checked = {str(name): self._ids(key, ids) for name, ids in by_module.items()}
         for name, ids in checked.items():
             if len(set(ids)) != len(ids):
-                self._refuse(key, f"which names a token of {name!r} twice; expected each id once")
+                self._refuse(key, f"which names a token of '{shown(name)}' twice; expected each id once")
         return {name: ids for name, ids in checked.items() if ids}
 
     def _init(self) -> None:
@@ -246,6 +250,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=str)
     return list(value) if isinstance(value, tuple) else value
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, default=str)
 
 
 def _is_neutral(value: Any) -> bool:

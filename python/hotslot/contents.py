@@ -45,6 +45,8 @@ class Contents:
         gains: DoRA's gains [out] f32, by site.
         biases: Biases [out] f32, by site.
         experts: Modules of routed experts of which some projection is adapted.
+        whole_rows: Whether something besides linear layers is adapted (embeddings, routers, experts, saved modules, token rows),
+            which has no part of a row to begin at.
         invocation_tokens: aLoRA's; empty for any other adapter.
     """
 
@@ -52,6 +54,7 @@ class Contents:
     gains: Mapping[int, torch.Tensor] = field(default_factory=dict)
     biases: Mapping[int, torch.Tensor] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
+    whole_rows: bool = False
     invocation_tokens: tuple[int, ...] = ()
 
 
@@ -65,6 +68,7 @@ class PoolContents:
 
     def __init__(self, weights: LoraWeights, experts: Mapping[str, Iterable[int]]) -> None:
         self._weights = weights
+        self._others = [index for index, site in enumerate(weights.sites) if site.kind in ("embedding", "router")]
         self._experts = {path: tuple(sites) for path, sites in experts.items()}
         self._known: dict[int, tuple[int, Contents]] = {}
         self._mutex = threading.Lock()
@@ -102,7 +106,12 @@ class PoolContents:
                 else:
                     place.ids, order = torch.tensor(ids).sort()
                     place.rows = view if torch.equal(order, torch.arange(len(order))) else view[order]
-        adapted = (path for path, sites in self._experts.items() if any(weights.pair_cells(slot, site) for site in sites))
+
+        def is_adapted(sites: Iterable[int]) -> bool:
+            return any(weights.pair_cells(slot, site) is not None for site in sites)
+
+        experts = frozenset(path for path, sites in self._experts.items() if is_adapted(sites))
+        whole_rows = bool(replacements or experts) or is_adapted(self._others)
         config = weights.slots[slot].adapter_config
         invocation = () if config is None else tuple(config.alora_invocation_tokens)
-        return Contents(replacements, gains, biases, frozenset(adapted), invocation)
+        return Contents(replacements, gains, biases, experts, whole_rows, invocation)

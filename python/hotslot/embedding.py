@@ -51,7 +51,8 @@ class EmbeddingHook(SiteHook):
         if pair is None:
             return base
         a, b, scale = pair
-        delta = (a[:, ids].T.float() @ b.float().T) * (weight * scale)
+        with torch.autocast("cpu", enabled=False):
+            delta = (a[:, ids].T.float() @ b.float().T) * (weight * scale)
         return (base.float() + delta * self._scale(torch.float32)).to(base.dtype)
 
     def _scale(self, dtype: torch.dtype) -> torch.Tensor:

@@ -160,7 +160,15 @@ class RankError(AdapterError, ValueError):
 
 
 class PoolError(HotslotError, RuntimeError):
-    """The pool cannot do this now; nothing was changed."""
+    """The pool cannot do this now; nothing was changed.
+
+    Attributes:
+        needed: Bytes that an adapter's extras need.
+        room: Bytes of a slot's place for them.
+    """
+
+    needed: int | None = None
+    room: int | None = None
 
 
 class PoolFullError(PoolError):

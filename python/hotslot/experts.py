@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 from .config import PeftAdapterConfig
-from .errors import AdapterConfigError, AdapterShapeError
+from .errors import AdapterConfigError, AdapterFileError, AdapterShapeError
 from .extras import ResolvedExpert
 from .folder import Adapter
-from .keys import HostTree, Role, listed
+from .keys import HostTree, NameSet, Role, listed, shown
 from .patterns import PatternTable
 
 # Role and parameter of a module's tensors, as in `audit.Roles`.
@@ -88,6 +88,7 @@ class ExpertPlacement:
         self.adapter, self.layouts, self.host, self.max_rank = adapter, layouts, host, max_rank
         self.config: PeftAdapterConfig = adapter.config
         self.rank_patterns, self.alpha_patterns = PatternTable(self.config.rank_pattern), PatternTable(self.config.alpha_pattern)
+        self.parameters = NameSet(self.config.target_parameters)
         self.warnings: list[str] = []
         self.absent: list[str] = []
 
@@ -115,11 +116,14 @@ class ExpertPlacement:
                     f"holds tensors of experts that are neither lora_A nor lora_B: {listed(strange)}; expected pairs", "experts"
                 )
             if match["expert"] is None:
-                fused[path][match["rest"].count(".base_layer")] = module
+                twin = fused[path].setdefault(match["rest"].count(".base_layer"), module)
+                if twin != module:
+                    self._refuse_twins(modules[twin][_A].tensor, roles[_A].tensor, path)
             else:
                 found.append(self._single(path, module, int(match["expert"]), match["projection"], roles))
         for path, by_depth in fused.items():
             found += self._fused(path, by_depth, modules)
+        self._check_twins(found)
         self._check_orientation(found)
         self._count_incomplete(found)
         return sorted(found, key=lambda pair: (pair.module, -1 if pair.expert is None else pair.expert, pair.projection))
@@ -137,7 +141,7 @@ class ExpertPlacement:
         layout, projection = self.layouts[path], _LEGACY.get(name, name)
         dims = layout.dims(projection)
         if dims is None:
-            self._refuse(f"targets {name!r} of {path}; expected one of {', '.join(layout.parameters)}", "experts")
+            self._refuse(f"targets '{shown(name)}' of {path}; expected one of {', '.join(layout.parameters)}", "experts")
         if expert >= layout.num_experts:
             raise AdapterShapeError(
                 f"adapter {self.adapter.where} targets expert {expert} of {path}; expected an expert below {layout.num_experts}",
@@ -155,8 +159,8 @@ class ExpertPlacement:
 
     def _fused(self, path: str, by_depth: Mapping[int, str], modules: Mapping[str, Mapping[Any, Any]]) -> list[ResolvedExpert]:
         """All experts' pairs of one module, one for each targeted parameter."""
-        layout, targets = self.layouts[path], self.config.target_parameters
-        named = [name for name in layout.parameters if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
+        layout = self.layouts[path]
+        named = [name for name in layout.parameters if self.parameters.ends(f"{path}.{name}")]
         if sorted(by_depth) != list(range(len(named))):
             self._refuse(
                 f"holds {len(by_depth)} pairs for {path}, whose targeted parameters are {listed(named) or 'none'}; expected one "
@@ -188,6 +192,25 @@ class ExpertPlacement:
                 )
             )
         return found
+
+    def _check_twins(self, found: list[ResolvedExpert]) -> None:
+        """One projection of one expert has one pair, whether the file names it alone, by Mixtral's name, or in a fused one."""
+        seen: dict[tuple[str, str, int], ResolvedExpert] = {}
+        for pair in found:
+            experts = range(self.layouts[pair.module].num_experts) if pair.expert is None else (pair.expert,)
+            halves = ("gate_proj", "up_proj") if pair.projection == "gate_up_proj" else (pair.projection,)
+            for key in ((pair.module, half, expert) for half in halves for expert in experts):
+                twin = seen.setdefault(key, pair)
+                if twin is not pair:
+                    self._refuse_twins(twin.a.name, pair.a.name, f"{pair.module}.{key[2]}.{key[1]}")
+
+    def _refuse_twins(self, first: str, second: str, module: str) -> NoReturn:
+        raise AdapterFileError(
+            f"adapter {self.adapter.where} holds two tensors for the same thing, '{shown(first)}' and '{shown(second)}' "
+            f"({shown(module)}); expected one",
+            path=self.adapter.path,
+            tensor=second,
+        )
 
     def _check_orientation(self, found: list[ResolvedExpert]) -> None:
         """One release wrote all fused pairs of an adapter the same way round: square parameters follow the others."""
@@ -221,8 +244,8 @@ class ExpertPlacement:
         expected = config.rank_pattern[ranks[0]] if ranks else config.r
         if rank != expected:
             raise AdapterConfigError(
-                f"adapter {self.adapter.where} holds rank {rank} for {name}, and its config says {expected}; expected both to be "
-                "equal, or the scale is ambiguous",
+                f"adapter {self.adapter.where} holds rank {rank} for {shown(name)}, and its config says {expected}; expected both "
+                "to be equal, or the scale is ambiguous",
                 path=self.adapter.path,
                 key="rank_pattern" if ranks else "r",
                 value=expected,
@@ -235,8 +258,8 @@ class ExpertPlacement:
 
     def _refuse_shape(self, name: str, module: str, found: tuple[int, ...], expected: tuple[int, ...]) -> NoReturn:
         raise AdapterShapeError(
-            f"adapter {self.adapter.where} holds {name!r} of shape {list(found)}, expected {list(expected)} for {module}: is it "
-            "another model's?",
+            f"adapter {self.adapter.where} holds '{shown(name)}' of shape {list(found)}, expected {list(expected)} for "
+            f"{shown(module)}: is it another model's?",
             path=self.adapter.path,
             tensor=name,
             module=module,

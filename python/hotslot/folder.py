@@ -60,7 +60,7 @@ class Adapter:
         """
         if rank > max_rank:
             raise RankError(
-                f"adapter {self.where} has rank {rank} at {module}; expected at most max_rank = {max_rank}: attach with "
+                f"adapter {self.where} has rank {rank} at {shown(module)}; expected at most max_rank = {max_rank}: attach with "
                 f"max_rank={rank} or more",
                 path=self.path,
                 rank=rank,
@@ -314,14 +314,18 @@ def _refuse_other_layouts(folder: str, names: frozenset[str]) -> None:
             )
 
 
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
 def _added_tokens(folder: str, warnings: list[str]) -> dict[str, int]:
     """The ids of `added_tokens.json`; a malformed one is no reason to refuse the adapter."""
     try:
         raw, _ = _read_small(folder, _ADDED_TOKENS)
         found = json.loads(raw)
-        if isinstance(found, dict) and all(isinstance(token, int) and not isinstance(token, bool) for token in found.values()):
+        if isinstance(found, dict) and all(map(_is_token_id, found.values())):
             return found
         warnings.append(f"{_ADDED_TOKENS} is no map of tokens to ids and was ignored")
     except (AdapterFileError, ValueError, RecursionError) as error:
-        warnings.append(f"{_ADDED_TOKENS} was ignored: {str(error)[:200]}")
+        warnings.append(f"{_ADDED_TOKENS} was ignored: {shown(str(error), 200)}")
     return {}

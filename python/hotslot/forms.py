@@ -115,7 +115,8 @@ def join(site: int, pairs: Mapping[str, ResolvedPair], sizes: Mapping[str, int],
             pair = pairs[part]
             values = pair.b.to_numpy()
             if pair.scale != scale:
-                values = (values * (pair.scale / scale)).astype(np.float32)
+                with np.errstate(all="ignore"):
+                    values = (values * (pair.scale / scale)).astype(np.float32)
             b[row : row + rows, column : column + pair.rank] = values
             column += 0 if is_shared else pair.rank
         row += rows

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.jit._trace import is_tracing
 
-from .activation import ActiveTokens
+from .activation import Activation, ActiveTokens, Located
 from .errors import DeviceError, RouteError
 from .ops import DTYPE_CODES, compiled_apply, differentiable_apply
 from .replaced import replace_linear
@@ -44,7 +44,16 @@ class _Call(NamedTuple):
 
 
 _CALL: ContextVar[_Call | None] = ContextVar("hotslot_call", default=None)
-_GENERATING: ContextVar[int] = ContextVar("hotslot_generating", default=0)
+
+
+class _Generating(NamedTuple):
+    """A `generate` that is under way in this context."""
+
+    route: Route
+    sequence: Located | None  # where its adapters begin, if they do not all begin with their rows
+
+
+_GENERATING: ContextVar[tuple[_Generating, ...]] = ContextVar("hotslot_generating", default=())
 
 
 class Inert:
@@ -150,7 +159,7 @@ class SiteHook:
                 f"{self.path} was called outside a call of the attached model (or from a compiled graph), and its route has rows "
                 "whose adapter begins inside them (aLoRA, starts=); call the model itself, eagerly"
             )
-        return call.active.plan(x.numel() // self.in_features, self.path, may_trail=self.is_head)
+        return call.active.plan(x.numel() // self.in_features, self.path, is_head=self.is_head)
 
     def check(self, x: torch.Tensor, out: torch.Tensor, route: Route) -> None:
         """Refuse tensors that do not fit the route or the pool, before any compute."""
@@ -182,9 +191,12 @@ class SiteHook:
             return
         token_dims = x.dim() - self.feature_dims
         batch = x.shape[0] if token_dims > 0 else 1
+        if seen is None and self.kind in ("router", "expert") and x.shape[0] % rows == 0:
+            # No gate saw this batch: a compiled graph broke here. The layers before have compared its rows; here they are flat.
+            return
         if seen is None:
             # No gate saw this batch (a part of the model was called, or a compiled graph runs): it is the first dimension.
-            route.check_batch(batch, may_multiply=_GENERATING.get() > 0, where=self.path)
+            route.check_batch(batch, may_multiply=is_generating(route), where=self.path)
         elif token_dims > 1 and batch != seen:
             raise RouteError(
                 f"{self.path} was called with an input of shape {list(x.shape)} for a batch of {seen} rows, so its tokens "
@@ -224,33 +236,61 @@ class CallGate:
         route = current_route(self._lora)
         if route is None and self._lora.unrouted == "error":
             raise RouteError(f"{self._lora!r} was called outside any route and unrouted='error' was set; enter route(rows) first")
-        rows = checked_rows(route, args, kwargs, may_multiply=_GENERATING.get() > 0)
-        token = _CALL.set(_Call(self._lora, rows, _active_tokens(route, rows, args, kwargs)))
+        rows = checked_rows(route, args, kwargs, may_multiply=is_generating(route))
+        sequence = _sequence(route, args, kwargs)
+        token = _CALL.set(_Call(self._lora, rows, _active_tokens(route, rows, args, kwargs, sequence)))
         try:
-            return self.forward(*args, **kwargs)
+            out = self.forward(*args, **kwargs)
         finally:
             _CALL.reset(token)
+        if sequence is not None and route is not None and route.activation is not None:
+            _remember_cache(route.activation, sequence, args, kwargs, out)
+        return out
 
 
-def _active_tokens(route: Route | None, rows: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ActiveTokens | None:
-    """Where the call's tokens lie in their rows, if some adapter of the route does not begin with its row."""
+def _sequence(route: Route | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Located | None:
+    """The sequence that a call begins or goes on with, if some adapter of the route does not begin with its row."""
     if route is None or route.activation is None or route.plan.is_base:
         return None
-    # transformers renamed it.
-    cache = next((kwargs[key] for key in ("cache", "past_key_values") if kwargs.get(key) is not None), None)
-    if cache is not None and not hasattr(cache, "get_seq_length"):
-        raise RouteError(
-            f"the call has a cache of type {type(cache).__name__}, which does not tell how many tokens it holds; a route with starts "
-            "(aLoRA, starts=) needs transformers' Cache"
-        )
+    found = next((found.sequence for found in _GENERATING.get() if found.route is route), None)
+    if found is not None:
+        return found
+    cache = _cache(args, kwargs)
+    return route.activation.locate(token_ids(args, kwargs), 0 if cache is None else int(cache.get_seq_length()), cache)
+
+
+def _active_tokens(
+    route: Route | None, rows: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], sequence: Located | None
+) -> ActiveTokens | None:
+    """Where the call's tokens lie in that sequence."""
+    if sequence is None or route is None:
+        return None
+    cache = _cache(args, kwargs)
     offset = 0 if cache is None else int(cache.get_seq_length())
-    if _GENERATING.get() == 0 and route.activation.needs_ids:
-        route.activation.find(token_ids(args, kwargs), offset)
     values = (kwargs.get(key) for key in _BATCH_KEYS)
     tensor = next((found for found in map(_first_tensor, (*values, *args)) if found is not None), None)
     if tensor is None or tensor.dim() < 2 or rows is None:
         raise RouteError("the call has no tokens [rows, length], which a route with starts (aLoRA, starts=) needs")
-    return ActiveTokens(route.activation, route.plan, rows, int(tensor.shape[1]), offset)
+    # An index tensor keeps any positions; a number keeps the last ones.
+    is_indexed = any(isinstance(value, torch.Tensor) for value in (kwargs.get("logits_to_keep"), *args[8:]))
+    length = int(tensor.shape[1])
+    return ActiveTokens(route.rows, sequence.starts, route.plan, rows, length, offset, may_trail=not is_indexed)
+
+
+def _cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The cache that a call brings, under whatever name and position; None without one.
+
+    Raises:
+        RouteError: It does not tell how many tokens it holds.
+    """
+    found = next((value for value in (*kwargs.values(), *args) if hasattr(value, "get_seq_length")), None)
+    for key in ("cache", "past_key_values"):
+        if found is None and kwargs.get(key) is not None:
+            raise RouteError(
+                f"the call has a {key} of type {type(kwargs[key]).__name__}, which does not tell how many tokens it holds; a route "
+                "with starts (aLoRA, starts=) needs transformers' Cache"
+            )
+    return found
 
 
 def token_ids(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -295,14 +335,27 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     return next((found for found in map(_first_tensor, value) if found is not None), None)
 
 
+def _remember_cache(activation: Activation, sequence: Located, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    """Note which cache holds the sequence of a call: the one that it brought, or the one that it returns."""
+    returned = out.values() if isinstance(out, Mapping) else out if isinstance(out, (list, tuple)) else ()
+    for value in (*kwargs.values(), *args, *returned):
+        if hasattr(value, "get_seq_length"):
+            activation.remember(value, sequence)
+
+
 @contextmanager
-def generating() -> Iterator[None]:
-    """Inside, a batch may have a multiple of the route's rows (beams, num_return_sequences)."""
-    token = _GENERATING.set(_GENERATING.get() + 1)
+def generating(route: Route | None, sequence: Located | None) -> Iterator[None]:
+    """Inside, a batch may have a multiple of the route's rows (beams, num_return_sequences), and the sequence is this one."""
+    token = _GENERATING.set(_GENERATING.get() if route is None else (*_GENERATING.get(), _Generating(route, sequence)))
     try:
         yield
     finally:
         _GENERATING.reset(token)
+
+
+def is_generating(route: Route | None) -> bool:
+    """Whether `generate` runs under this very route."""
+    return any(found.route is route for found in _GENERATING.get())
 
 
 def remove_inert(model: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,14 @@ import torch
 
 from ._core import Site, extras_nbytes
 from .adapter import Adapter, ResolvedAdapter
-from .errors import AdapterConfigError
+from .errors import AdapterConfigError, AdapterFileError
 from .experts import ExpertLayout
 from .extras import ResolvedExpert, ResolvedPair
 from .sites import ModelSite
-from .tensors import TensorRef, memory_tensor
+from .tensors import TensorRef, held_tensor
 
 Array = npt.NDArray[np.float32]
+Part: TypeAlias = Literal["gain", "bias", "weight_bias", "weight", "rows"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ExtraInput:
     """
 
     site: int
-    part: str
+    part: Part
     content: TensorRef
     stored: TensorRef | None = None
     ids: tuple[int, ...] | None = None
@@ -70,7 +71,7 @@ class PlaceSpec:
     """
 
     ranks: dict[int, int] = field(default_factory=dict)
-    parts: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
+    parts: dict[tuple[int, Part], tuple[int, int]] = field(default_factory=dict)
 
     def include(self, pairs: Sequence[tuple[Any, ...]], extras: Sequence[tuple[Any, ...]]) -> None:
         """Make room for one more adapter, given in the form of the binding: the larger of each."""
@@ -92,21 +93,21 @@ class InputBuilder:
     Args:
         sites: The model's sites, in the pool's order.
         layouts: The model's routed experts by module path; empty where they are not served.
-        head: Index of the output embedding's site if its weight is the input embedding's (tied), else None.
         embedding: Index of the input embedding's site, or None.
+        tied: The other sites that have the input embedding's very weight.
     """
 
     def __init__(
         self,
         sites: Sequence[ModelSite],
         layouts: Mapping[str, ExpertLayout],
-        head: int | None,
         embedding: int | None,
+        tied: tuple[int, ...],
     ) -> None:
         self._sites = sites
         self._layouts = layouts
-        self._tied_head = head
         self._embedding = embedding
+        self._tied = tied
         self._experts = {
             (found.site.path.rpartition("[")[0], *found.expert): index
             for index, found in enumerate(sites)
@@ -122,7 +123,14 @@ class InputBuilder:
         extras = resolved.extras
         self._check_combinations(adapter, resolved)
         pairs = [*resolved.pairs, *extras.embeddings, *extras.routers]
-        pairs += [pair for found in extras.experts for pair in self._expert_pairs(found)]
+        for expert in extras.experts:
+            if (expert.module, expert.expert or 0, expert.projection) not in self._experts:
+                self._refuse(
+                    adapter,
+                    f"holds {expert.projection} of {expert.module}, whose rows are interleaved in gate_up_proj; expected that",
+                    "experts",
+                )
+            pairs += self._expert_pairs(expert)
         found = self._adjustments(adapter, resolved)
         for saved in extras.saved:
             if saved.leaf == "weight":
@@ -131,11 +139,18 @@ class InputBuilder:
                 found.append(ExtraInput(saved.site_index, "weight_bias", _row(saved.tensor)))
         found += self._base_biases_of_saved(resolved)
         found += self._tied_saved(resolved)
+        with_tokens = {tokens.site_index for tokens in extras.tokens}
         for tokens in extras.tokens:
-            found.append(ExtraInput(tokens.site_index, "rows", tokens.rows, ids=tokens.ids))
-            if tokens.site_index == self._embedding and self._tied_head is not None:
-                found.append(ExtraInput(self._tied_head, "rows", tokens.rows, ids=tokens.ids))
+            also = set(self._tied) - with_tokens if tokens.site_index == self._embedding else set()
+            found += [ExtraInput(site, "rows", tokens.rows, ids=tokens.ids) for site in (tokens.site_index, *sorted(also))]
         return LoadInputs(sorted(pairs, key=lambda pair: pair.site_index), found)
+
+    def stamp(self, sites: Sequence[int]) -> tuple[object, ...]:
+        """What changes when the base's parameters at these sites do: their places and versions."""
+        modules = [self._sites[site].module for site in sites]
+        parameters = [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
+        tensors = [tensor for tensor in parameters if isinstance(tensor, torch.Tensor)]
+        return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
 
     def _check_combinations(self, adapter: Adapter, resolved: ResolvedAdapter) -> None:
         """Refuse what PEFT refuses, or does not define."""
@@ -174,7 +189,7 @@ class InputBuilder:
         for vector in extras.gains:
             site = vector.site_index
             gain = self._gain(adapter, site, pairs[site], vector.tensor.to_numpy().reshape(-1))
-            found.append(ExtraInput(site, "gain", _row(vector.tensor), _held(f"{site} gain", gain)))
+            found.append(ExtraInput(site, "gain", _row(vector.tensor), held_tensor(f"{site} gain", gain)))
             base = self._base_bias(site)
             if base is not None:
                 shifts[site] = (1 - gain) * base
@@ -192,15 +207,27 @@ class InputBuilder:
             # What the adapter itself says, in a form that tells an added bias from one in place of the base's.
             content = np.stack([scaled, absolute.get(site, zero), np.full(out, float(site in absolute), np.float32)])
             stored = shifts.get(site, zero) + replaced + scaled
-            found.append(ExtraInput(site, "bias", _held(f"{site} bias", content), _held(f"{site} bias", stored)))
+            found.append(ExtraInput(site, "bias", held_tensor(f"{site} bias", content), held_tensor(f"{site} bias", stored)))
         return found
 
     def _gain(self, adapter: Adapter, site: int, pair: ResolvedPair, magnitude: Array) -> Array:
         """DoRA's g = m / |W + scale B A| by row of W [out, in]."""
         weight = self._base_weight(adapter, site)
         a, b = torch.from_numpy(pair.a.to_numpy()), torch.from_numpy(pair.b.to_numpy())
-        norm = torch.linalg.norm(weight.float() + pair.scale * (b @ a), dim=1)
-        return np.asarray(magnitude / norm.numpy(), np.float32)
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            norm = torch.linalg.norm(weight.float() + pair.scale * (b @ a), dim=1).numpy()
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            gain = np.asarray(magnitude / norm, np.float32)
+        bad = np.flatnonzero(~np.isfinite(gain))
+        if len(bad):
+            row, path = int(bad[0]), self._sites[site].site.path
+            raise AdapterFileError(
+                f"adapter {adapter.where} has no finite gain in {len(bad)} rows of {path}: row {row} of its lora_magnitude_vector "
+                f"is {magnitude[row]:g}, and that row of W + scale B A has length {norm[row]:g}; expected finite values and rows "
+                "that are not 0 (is it another model's?)",
+                path=adapter.path,
+            )
+        return gain
 
     def _base_weight(self, adapter: Adapter, site: int) -> torch.Tensor:
         """The base's weight [out, in] of a linear site."""
@@ -231,17 +258,17 @@ class InputBuilder:
             base = self._base_bias(saved.site_index)
             if saved.leaf == "weight" and saved.site_index not in own and base is not None:
                 content = np.zeros(len(base), np.float32)
-                held = _held(f"{saved.site_index} bias", base)
-                found.append(ExtraInput(saved.site_index, "weight_bias", _held("none", content), held))
+                held = held_tensor(f"{saved.site_index} bias", base)
+                found.append(ExtraInput(saved.site_index, "weight_bias", held_tensor("none", content), held))
         return found
 
     def _tied_saved(self, resolved: ResolvedAdapter) -> list[ExtraInput]:
-        """With ensure_weight_tying a saved input embedding is the output embedding too."""
+        """With ensure_weight_tying a saved input embedding holds for all that have its weight."""
         saved = {item.site_index: item for item in resolved.extras.saved if item.leaf == "weight"}
-        if not resolved.extras.ensure_weight_tying or self._tied_head is None or self._tied_head in saved:
-            return []
         embedding = saved.get(-1 if self._embedding is None else self._embedding)
-        return [] if embedding is None else [ExtraInput(self._tied_head, "weight", embedding.tensor)]
+        if not resolved.extras.ensure_weight_tying or embedding is None:
+            return []
+        return [ExtraInput(site, "weight", embedding.tensor) for site in self._tied if site not in saved]
 
     def _expert_pairs(self, found: ResolvedExpert) -> list[ResolvedPair]:
         """One pair per expert, the way round in which rows of x are multiplied: A [rank, in], B [out, rank]."""
@@ -256,14 +283,14 @@ class InputBuilder:
         pairs = []
         for expert in range(layout.num_experts):
             index = self._experts[found.module, expert, found.projection]
-            b_own = _held(found.b.name, np.ascontiguousarray(stacked[:, :, expert]), found.b.dtype)
+            b_own = held_tensor(found.b.name, np.ascontiguousarray(stacked[:, :, expert]), found.b.dtype)
             if rows is None:
-                a, b = _rows(found.a, expert * found.rank, found.rank), b_own
+                a, b = found.a.rows(expert * found.rank, found.rank), b_own
             else:
-                b = _held(
+                b = held_tensor(
                     found.a.name, np.ascontiguousarray(rows[expert * found.rank : (expert + 1) * found.rank].T), found.a.dtype
                 )
-                a = _held(found.b.name, np.ascontiguousarray(stacked[:, :, expert].T), found.b.dtype)
+                a = held_tensor(found.b.name, np.ascontiguousarray(stacked[:, :, expert].T), found.b.dtype)
             pairs.append(ResolvedPair(index, found.rank, found.scale, a, b, found.module))
         return pairs
 
@@ -304,21 +331,5 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
 
 
-def _rows(tensor: TensorRef, first: int, count: int) -> TensorRef:
-    """Consecutive rows of a matrix."""
-    row = tensor.nbytes // tensor.shape[0]
-    at, nbytes = first * row, count * row
-    data = None if tensor.data is None else tensor.data[at : at + nbytes]
-    return replace(tensor, shape=(count, tensor.shape[1]), offset=tensor.offset + at, nbytes=nbytes, data=data)
-
-
 def _row(tensor: TensorRef) -> TensorRef:
     return replace(tensor, shape=(1, int(np.prod(tensor.shape))))
-
-
-def _held(name: str, values: Array, dtype: str = "F32") -> TensorRef:
-    """Values in memory, in the dtype that they came in, which holds them exactly."""
-    if dtype == "BF16":
-        raw = np.ascontiguousarray((values.view(np.uint32) >> 16).astype("<u2"))
-        return TensorRef(name, dtype, values.shape, 0, raw.nbytes, data=memoryview(raw.reshape(-1).view(np.uint8).data))
-    return memory_tensor(name, np.ascontiguousarray(values, np.float16 if dtype == "F16" else np.float32))

@@ -13,10 +13,12 @@ from typing import Any
 
 from .adapter import Adapter, AdapterFile, read_adapter
 from .audit import Audit, Roles
+from .config import PeftAdapterConfig
 from .errors import AdapterConfigError, AdapterError
 from .extras import FEATURES
 from .folder import PICKLE_NAME, WEIGHTS_NAME, read_pickled
 from .keys import Role, shown
+from .patterns import PatternTable
 from .pool import MAX_RANK, check_limits
 from .report import LoadReport, module_kind
 from .safetensors import open_regular, read_exact
@@ -178,7 +180,8 @@ def inspect_adapter(
         found.pool_dtype = pool_dtype
         try:
             modules = Audit(adapter, FEATURES, lambda _: False, refuse_copies=False).modules()
-            found.modules = [_summary(adapter, module, roles) for module, roles in modules.items()]
+            alphas = PatternTable(adapter.config.alpha_pattern)
+            found.modules = [_summary(adapter, module, roles, alphas) for module, roles in modules.items()]
             found.features = _features(adapter, modules)
             if model is not None:
                 from .fitting import fit
@@ -249,16 +252,22 @@ def _describe(adapter: Adapter, path: str) -> Inspection:
     )
 
 
-def _summary(adapter: Adapter, module: str, roles: Roles) -> ModuleSummary:
+def _summary(adapter: Adapter, module: str, roles: Roles, alphas: PatternTable) -> ModuleSummary:
     first = roles.get((Role.A, "weight")) or roles.get((Role.EMBEDDING_A, "weight"))
-    rank = None if first is None else adapter.tensors[first.tensor].shape[0]
+    shape = () if first is None else adapter.tensors[first.tensor].shape
+    rank = shape[0] if shape and shape[0] > 0 else None
     return ModuleSummary(
         module=module,
         holds=tuple(role.value if role is not Role.SAVED else leaf for role, leaf in roles),
         rank=rank,
-        scale=None if rank is None else adapter.config.scaling(module, rank),
+        scale=None if rank is None else _scale(adapter.config, module, rank, alphas),
         nbytes=sum(adapter.tensors[key.tensor].nbytes for key in roles.values()),
     )
+
+
+def _scale(config: PeftAdapterConfig, module: str, rank: int, alphas: PatternTable) -> float:
+    patterns = alphas.matching(module)
+    return config.scale_of(rank, config.alpha_pattern[patterns[0]] if patterns else config.lora_alpha)
 
 
 def _features(adapter: Adapter, modules: dict[str, Roles]) -> list[str]:

@@ -9,12 +9,14 @@ Accepted are PEFT's own forms, with or without `base_model.model.` in front, and
 from __future__ import annotations
 
 import enum
+import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 MAX_NAME: Final = 1024
+MAX_PARTS: Final = 64
 ACCEPTED_FORMS: Final = "<module>.lora_A.weight and <module>.lora_B.weight, with or without base_model.model. in front"
 
 _PREFIX: Final = "base_model.model."
@@ -71,7 +73,7 @@ role=<Role.B: 'lora_B'>, leaf='weight', adapter_name='default')
     if len(name) > MAX_NAME:
         return None
     parts = [part for part in name.removeprefix(_PREFIX).split(".") if part not in _TRANSPARENT]
-    if not all(parts):
+    if not all(parts) or len(parts) > MAX_PARTS:
         return None
     leaf = parts[-1]
     found = (_pair(name, parts[:-1], leaf) or _saved(name, parts[:-1], leaf)) if leaf in ("weight", "bias") else None
@@ -193,6 +195,35 @@ def _core(path: str, trunk: str) -> bool:
     return path.startswith(trunk) and _TRUNK_CORE.match(path, len(trunk)) is not None
 
 
+class NameSet:
+    """Names of modules from a config, asked about paths: a path is of a name if it is it, or ends in it after a dot.
+
+    The time for one path does not depend on how many names there are, so a file cannot make it the product of two long lists.
+
+    Example:
+        >>> names = NameSet(["q_proj", "mlp.up_proj"])
+        >>> names.ends("model.layers.0.mlp.up_proj"), names.ends("model.layers.0.up_proj"), names.is_within("q_proj.base_layer")
+        (['mlp.up_proj'], [], True)
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._lengths = sorted({name.count(".") + 1 for name in self._names if name.count(".") < MAX_PARTS + 2})
+
+    def ends(self, path: str) -> list[str]:
+        """The names that a path is of, the shortest first."""
+        parts = path.split(".")
+        ends = (".".join(parts[-length:]) for length in self._lengths if length <= len(parts))
+        return [end for end in ends if end in self._names]
+
+    def is_within(self, path: str) -> bool:
+        """Whether one of the names is the path or parts of it in a row."""
+        parts = path.split(".")
+        return any(
+            ".".join(parts[at : at + length]) in self._names for length in self._lengths for at in range(len(parts) - length + 1)
+        )
+
+
 def layer_of(module: str) -> int | None:
     """The layer index in a module's path (after `layers.`, `layer.`, `h.`, `block.`), or None outside the layers."""
     found = re.search(r"(?:^|\.)(?:layers|layer|h|block|blocks)\.(\d{1,9})(?:\.|$)", module)
@@ -208,6 +239,20 @@ def shown(name: str, limit: int = 160) -> str:
     """
     cut = name if len(name) <= limit else name[: limit - 3] + "..."
     return cut if cut.isprintable() else repr(cut)[1:-1]
+
+
+def shown_value(value: object, limit: int = 80, write: Callable[[object], str] = json.dumps) -> str:
+    r"""A value from a JSON file, for a message: as JSON or in another form, cut.
+
+    Example:
+        >>> shown_value({"a": [1, None]}), shown_value("\x1b")
+        ('{"a": [1, null]}', '"\\u001b"')
+    """
+    try:
+        text = write(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    return shown(text, limit)
 
 
 def listed(names: Collection[str], limit: int = 3) -> str:

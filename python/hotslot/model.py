@@ -21,7 +21,7 @@ from .errors import AdapterNotFoundError, ClosedError, PoolError, RouteError, Sl
 from .hooks import Process
 from .lease import Lease
 from .loads import SharedLoads
-from .pool import allocate, check_limits
+from .pool import allocate, check_extras, check_limits
 from .report import LoadReport
 from .routing import BASE, Route, StaticRoute, check_rows
 from .sites import ModelSite, choose, expert_indices
@@ -82,9 +82,8 @@ def attach(
     check_limits(max_loras, max_rank, pool_dtype, len(startup))
     if unrouted not in ("base", "error"):
         raise RouteError(f"unrouted={unrouted!r}; expected 'base' or 'error'")
-    if extras_bytes is not None and (isinstance(extras_bytes, bool) or not isinstance(extras_bytes, int) or extras_bytes < 0):
-        raise PoolError(f"extras_bytes={extras_bytes!r}; expected bytes per slot, or None for what the startup adapters need")
     with_experts = os.environ.get("HOTSLOT_LORA_EXPERTS") == "1" if experts is None else experts
+    check_extras(0 if extras_bytes is None else extras_bytes, with_experts)
     sites = sites if isinstance(sites, str) else list(sites)
     wanted = wanted_sites(startup.values(), model)
     chosen = choose(model, sites, wanted, extras=wanted.has_extras or bool(extras_bytes), experts=with_experts)

@@ -114,8 +114,8 @@ class ExpertsForward(InstanceForward):
         if not any(adapted):
             return out
         x, index, weights = _expert_arguments(args, kwargs)
-        first = next(iter(self._hooks.values()))
-        first.check(x, out, route)
+        # Any expert's last projection has the width of the output.
+        self._hooks[0, "down_proj"].check(x, out, route)
         flat, tokens = out.reshape(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
         parts = []
         for row, begin, end in route.spans(len(flat), self._path):

@@ -20,10 +20,12 @@ from .errors import AdapterConfigError
 MAX_PATTERN: Final = 1024
 MAX_PATH: Final = 1024
 MAX_STEPS: Final = 20_000
-MAX_TOTAL_STEPS: Final = 20_000_000
+MAX_TOTAL_STEPS: Final = 4_000_000
 
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _PLAIN: Final = re.compile(r"(?:[\w.\-^$]|\\[.\-])*")
+# A module's name: dots stand for any character, as in any expression. Most patterns are that, and need no parser.
+_NAME: Final = re.compile(r"(?:[\w.\-]|\\[.\-])+")
 _FLAGS: Final = re.IGNORECASE | re.MULTILINE | re.DOTALL | re.VERBOSE | re.ASCII | re.LOCALE
 
 
@@ -83,7 +85,7 @@ def compile_pattern(pattern: str) -> Pattern:
     """
     if len(pattern) > MAX_PATTERN:
         raise PatternError(f"is {len(pattern)} characters long; expected at most {MAX_PATTERN}")
-    return _compile(pattern)
+    return Pattern(pattern, []) if _NAME.fullmatch(pattern) else _compile(pattern)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -112,12 +114,13 @@ class Pattern:
         False
     """
 
-    __slots__ = ("_nodes", "_plain", "_text", "last_steps")
+    __slots__ = ("_name", "_nodes", "_plain", "_text", "last_steps")
 
     def __init__(self, text: str, nodes: _Nodes) -> None:
         """Keep the parsed nodes, or the compiled expression where it holds nothing to repeat or to choose from."""
         self._text, self._nodes = text, nodes
-        self._plain = re.compile(rf"(.*\.)?({text})$") if _PLAIN.fullmatch(text) else None
+        self._name = _segments(text) if _NAME.fullmatch(text) else None
+        self._plain = re.compile(rf"(.*\.)?({text})$") if self._name is None and _PLAIN.fullmatch(text) else None
         self.last_steps = 0
 
     def matches(self, path: str) -> bool:
@@ -128,8 +131,16 @@ class Pattern:
         """
         if len(path) > MAX_PATH:
             return False
+        if self._name is not None:
+            self.last_steps = 4
+            if "\n" in path:
+                return re.match(rf"(.*\.)?({self._text})$", path) is not None
+            length, segments = self._name
+            start = len(path) - length
+            is_whole = start == 0 or (start > 0 and path[start - 1] == ".")
+            return is_whole and all(path.startswith(segment, start + at) for at, segment in segments)
         if self._plain is not None:
-            self.last_steps = 1
+            self.last_steps = 4
             return self._plain.match(path) is not None
         walk = _Walk(path)
         try:
@@ -138,6 +149,18 @@ class Pattern:
             raise PatternError(f"pattern {self._text[:80]!r} takes too many steps to match; expected a plain module name") from None
         finally:
             self.last_steps = walk.steps
+
+
+def _segments(text: str) -> tuple[int, tuple[tuple[int, str], ...]]:
+    """The length of what a name matches, and the characters between its dots that stand for any, each with its place."""
+    # An escaped dot is a character like others; no name has a NUL in it.
+    segments = text.replace("\\-", "-").replace("\\.", "\0").split(".")
+    found, at = [], 0
+    for segment in segments:
+        if segment:
+            found.append((at, segment.replace("\0", ".")))
+        at += len(segment) + 1
+    return at - 1, tuple(found)
 
 
 # A parsed expression: nodes in sequence, each an operation and what it works on.

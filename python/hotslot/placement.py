@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -12,12 +12,13 @@ from .errors import AdapterConfigError, AdapterShapeError, RankError
 from .experts import ExpertLayout, ExpertPlacement
 from .extras import FEATURES, BaseCopy, Extras, ResolvedPair, ResolvedSaved, ResolvedTokens, ResolvedVector
 from .forms import PARTS, cut, join, other_form, widths
-from .keys import HostTree, Key, Role, layer_of, listed, shown
+from .keys import HostTree, Key, NameSet, Role, layer_of, listed, shown
 from .patterns import PatternTable
 from .report import IgnoredTensor, LoadReport, module_kind
 
 _A, _B = (Role.A, "weight"), (Role.B, "weight")
 _EMBEDDING_A, _EMBEDDING_B = (Role.EMBEDDING_A, "weight"), (Role.EMBEDDING_B, "weight")
+_ROOM = "attach with sites='all-linear' or sites=[...] to reserve room"
 _VOCABULARY = frozenset(("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "shared"))
 
 
@@ -53,6 +54,7 @@ class Placement:
         strict: Refuse an adapter of which some modules do not fit.
         vocab_size: Rows of the model's embedding, if known.
         experts: The model's routed experts, by module path.
+        room_hint: What to do about a module of the model that has no site, by its path; None where nothing special is known.
     """
 
     def __init__(
@@ -65,12 +67,16 @@ class Placement:
         strict: bool,
         vocab_size: int | None,
         experts: Mapping[str, ExpertLayout],
+        room_hint: Callable[[str], str | None],
     ) -> None:
+        self.room_hint = room_hint
         self.audit, self.adapter, self.config = audit, audit.adapter, audit.config
         self.sites, self.index, self.host = sites, index, host
         self.max_rank, self.strict, self.vocab_size, self.experts = max_rank, strict, vocab_size, experts
         self.rank_patterns, self.alpha_patterns = PatternTable(self.config.rank_pattern), PatternTable(self.config.alpha_pattern)
         self.report = LoadReport(warnings=list(self.adapter.warnings))
+        self.parameters = NameSet(self.config.target_parameters)
+        self.token_modules = NameSet(self.config.trainable_token_indices)
         # Modules that the host stores in another form, by the site of each part, or by the fused site and part.
         self.cuts: dict[str, tuple[Roles, tuple[int, ...]]] = {}
         self.joins: dict[int, dict[str, tuple[str, Roles]]] = {}
@@ -248,10 +254,11 @@ class Placement:
             if layers and hosts and max(layers) > max(hosts):
                 fix += f"; its last layer is {max(hosts)}, the adapter's {max(layers)}"
             if self.config.base_model:
-                fix += f"; the adapter was trained on {self.config.base_model!r}"
+                fix += f"; the adapter was trained on '{shown(self.config.base_model)}'"
         else:
             what = "the pool has no room for"
-            fix = f"expected modules among {known}; attach with sites='all-linear' or sites=[...] to reserve room"
+            hint = self.room_hint(self.host.find(roomless[0]) or roomless[0])
+            fix = f"expected modules among {known}; {hint or _ROOM}"
         rest = f" and {len(roomless)} without room" if absent and roomless else ""
         scope = f"the others{rest} fit (strict=False ignores these)" if any_placed else "nothing of it fits"
         raise AdapterShapeError(
@@ -308,8 +315,8 @@ class Placement:
         """The pair with its scale, once its rank agrees with the config: otherwise the scale would be anybody's guess."""
         config, rank, where = self.config, pair.rank, self.adapter.where
         # PEFT matches patterns against the parameter's name where it was targeted as one.
-        is_parameter = any(f".{pair.module}.weight".endswith(f".{name}") for name in config.target_parameters)
-        module = f"{pair.module}.weight" if is_parameter else pair.module
+        parameter = f"{pair.module}.weight"
+        module = parameter if self.parameters.ends(parameter) else pair.module
         patterns = self.rank_patterns.matching(module)
         ranks = {config.rank_pattern[pattern] for pattern in patterns}
         expected = config.rank_pattern[patterns[0]] if patterns else config.r
@@ -358,12 +365,12 @@ class Placement:
     def _place_tokens(self, index: int, key: Key) -> None:
         site, tensor = self.sites[index], self.adapter.tensors[key.tensor]
         tokens, width = _parameter_shape(site, "weight")
-        named = {name: ids for name, ids in self.config.trainable_token_indices.items() if f".{key.module}".endswith(f".{name}")}
+        named = self.token_modules.ends(key.module)
         if len(named) != 1:
             self.audit.refuse_names(
                 [key.tensor], "token rows whose ids trainable_token_indices does not give", "trainable_token_indices"
             )
-        ids = next(iter(named.values()))
+        ids = self.config.trainable_token_indices[named[0]]
         self._require_shape(key, (len(ids), width))
         if max(ids) >= tokens:
             raise AdapterConfigError(
@@ -390,8 +397,21 @@ class Placement:
                     key=key,
                     value=flag,
                 )
+        saved = [self.sites[item.site_index].path for item in self.extras.saved]
+        names = NameSet(() if self.config.ensure_weight_tying else self.config.modules_to_save)
+        # Names that the model lacks are no fault: PEFT adds "classifier" and "score" to every classifier's.
+        known = {name for path in self.host.paths for name in names.ends(path)}
+        missing = sorted(known.difference(*(names.ends(path) for path in saved)))
+        if missing:
+            raise AdapterConfigError(
+                f"adapter {self.adapter.where} names {listed(missing)} in modules_to_save, and the file holds no weight for it; "
+                "expected the module that was trained",
+                path=self.adapter.path,
+                key="modules_to_save",
+                value=missing[0],
+            )
         expected = set(self.config.trainable_token_indices)
-        if len(self.extras.tokens) > len(expected) or (expected and not self.extras.tokens):
+        if len(self.extras.tokens) != len(expected):
             raise AdapterConfigError(
                 f"adapter {self.adapter.where} holds token rows for {len(self.extras.tokens)} modules; expected those of "
                 f"trainable_token_indices ({listed(sorted(expected))})",
@@ -424,7 +444,9 @@ class Placement:
                 f"layers_to_transform leaves out layers {sorted(layers - set(config.layers_to_transform))[:8]} that have tensors"
             )
         if isinstance(config.target_modules, tuple) and not config.exclude_modules and not config.target_parameters:
-            idle = [name for name in config.target_modules if not any(f".{module}".endswith(f".{name}") for module in modules)]
+            names = NameSet(config.target_modules)
+            used = {name for module in modules for name in names.ends(module)}
+            idle = [name for name in config.target_modules if name not in used]
             if idle:
                 self._warn(f"target_modules names {listed(idle)}, and the file holds no tensors for that")
 
@@ -461,7 +483,7 @@ class Placement:
         self, name: str, module: str, found: tuple[int, ...], expected: tuple[int, ...], what: str, others: Sequence[str] = ()
     ) -> NoReturn:
         count = max(1, len(others))
-        trained = f", the adapter was trained on {self.config.base_model!r}" if self.config.base_model else ""
+        trained = f", the adapter was trained on '{shown(self.config.base_model)}'" if self.config.base_model else ""
         more = f"; {count} tensors do not fit: {listed(others)}" if count > 1 else ""
         raise AdapterShapeError(
             f"adapter {self.adapter.where} holds '{shown(name)}' of shape {list(found)}, expected {list(expected)} for "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ._core import LoraWeights, ModelConfig, Site, pool_slot_bytes, tables_bytes
@@ -17,6 +17,7 @@ MAX_RANK = 256
 """The largest rank that the kernels take."""
 
 _DTYPES = ("bfloat16", "float32")
+_MAX_PLACE = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def plan(
     *,
     pool_dtype: str = "bfloat16",
     sites: str | Iterable[str] = "auto",
+    extras_bytes: int = 0,
+    experts: bool = False,
 ) -> PoolPlan:
     """The bytes that `attach` would allocate, without allocating them.
 
@@ -70,6 +73,8 @@ def plan(
         max_rank: Largest rank.
         pool_dtype: "bfloat16" or "float32".
         sites: As in `attach`; for a model only.
+        extras_bytes: As in `attach`.
+        experts: As in `attach`; for a model only.
 
     Raises:
         PoolError, RankError: A limit is out of range.
@@ -81,15 +86,29 @@ def plan(
         14
     """
     check_limits(max_loras, max_rank, pool_dtype, 0)
+    check_extras(extras_bytes, experts)
     if hasattr(model_or_config, "named_modules"):
         from .sites import choose
 
-        chosen = [found.site for found in choose(cast("torch.nn.Module", model_or_config), sites)]
+        model = cast("torch.nn.Module", model_or_config)
+        chosen = [found.site for found in choose(model, sites, extras=extras_bytes > 0, experts=experts)]
     else:
         is_ours = isinstance(model_or_config, ModelConfig)
         config = model_or_config if is_ours else ModelConfig.from_transformers(model_or_config)
         chosen = config.sites()
-    return _plan(chosen, max_loras, max_rank, pool_dtype)
+    return _plan(chosen, max_loras, max_rank, pool_dtype, extras_bytes)
+
+
+def check_extras(extras_bytes: object, experts: object) -> None:
+    """Refuse options that say nothing of a place's size or of experts.
+
+    Raises:
+        PoolError: `extras_bytes` or `experts` is out of range.
+    """
+    if not isinstance(experts, bool):
+        raise PoolError(f"experts={experts!r}; expected True or False")
+    if isinstance(extras_bytes, bool) or not isinstance(extras_bytes, int) or not 0 <= extras_bytes < _MAX_PLACE:
+        raise PoolError(f"extras_bytes={extras_bytes!r}; expected bytes per slot, 0 to {_MAX_PLACE - 1}")
 
 
 def check_limits(max_loras: int, max_rank: int, pool_dtype: str, pinned: int) -> None:
@@ -113,12 +132,12 @@ def allocate(
     sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str, *, pinned: int, extras_bytes: int = 0
 ) -> LoraWeights:
     """A pool over `sites` in fresh host memory, with a place of `extras_bytes` per slot; the memory lives as long as the pool."""
-    sizes = replace(_plan(sites, max_loras, max_rank, pool_dtype), extras_bytes=-(-extras_bytes // 256) * 256 * max_loras)
+    sizes = _plan(sites, max_loras, max_rank, pool_dtype, extras_bytes)
     try:
         pool, tables = HostBuffer(max(1, sizes.pool_bytes)), HostBuffer(sizes.tables_bytes)
         extras = HostBuffer(sizes.extras_bytes) if sizes.extras_bytes else None
     except (OSError, OverflowError) as error:
-        raise PoolError(f"cannot allocate {sizes}: {error}; lower max_loras or max_rank") from error
+        raise PoolError(f"cannot allocate {sizes}: {error}; lower max_loras, max_rank or extras_bytes") from error
     return LoraWeights(
         list(sites),
         max_loras=max_loras,
@@ -135,6 +154,9 @@ def allocate(
     )
 
 
-def _plan(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str) -> PoolPlan:
+def _plan(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str, extras_bytes: int) -> PoolPlan:
     slot = pool_slot_bytes(list(sites), max_rank, pool_dtype)
-    return PoolPlan(max_loras, max_rank, pool_dtype, len(sites), slot, slot * max_loras, tables_bytes(list(sites), max_loras))
+    tables = tables_bytes(list(sites), max_loras)
+    # A place begins at a 256-byte boundary, as a slot does.
+    place = -(-extras_bytes // 256) * 256
+    return PoolPlan(max_loras, max_rank, pool_dtype, len(sites), slot, slot * max_loras, tables, place * max_loras)

@@ -42,12 +42,14 @@ def replace_linear(out: torch.Tensor, x: torch.Tensor, site: SiteHook, route: Ro
 
 def _linear(base: torch.Tensor, x: torch.Tensor, site: SiteHook, replacement: Replacement) -> torch.Tensor:
     """What the module would make of `x` with the adapter's parameters."""
+    # Copies where autograd keeps them for backward, when the slot may already hold another adapter.
+    copy = torch.is_grad_enabled()
     if replacement.weight is not None:
-        weight = replacement.weight.to(x.dtype)
-        bias = None if replacement.bias is None else replacement.bias.to(x.dtype)
+        weight = replacement.weight.to(x.dtype, copy=copy)
+        bias = None if replacement.bias is None else replacement.bias.to(x.dtype, copy=copy)
         base = linear(x, weight.T if site.kind == "conv1d" else weight, bias)
     if replacement.ids is not None and replacement.rows is not None:
         bias = getattr(site.module(), "bias", None)
-        columns = linear(x, replacement.rows.to(x.dtype), None if bias is None else bias[replacement.ids])
+        columns = linear(x, replacement.rows.to(x.dtype, copy=copy), None if bias is None else bias[replacement.ids])
         base = base.index_copy(1, replacement.ids, columns)
     return base

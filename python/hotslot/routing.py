@@ -187,6 +187,7 @@ class Route:
         """Take resolved rows over; on an error the old ones stay."""
         contents = {slot: self.lora._contents.of(slot) for slot in held}
         _check_weights(rows, contents)
+        _check_begins(rows, contents, starts)
         invocations = (
             {} if self.per_token else {slot: it.invocation_tokens for slot, it in contents.items() if it.invocation_tokens}
         )
@@ -226,22 +227,27 @@ class Route:
     def cache_ids(self) -> list[str]:
         """The content identity of each row, for keys of external caches; waits for digests that are being computed.
 
-        It covers the row's adapters, their weights, and where they begin if that is not everywhere.
+        It covers the row's adapters, their weights, and where they begin if that is not with the row.
 
         Raises:
-            RouteError: The route is not entered.
+            RouteError: The route is not entered, or where an aLoRA adapter begins is not known yet.
         """
         if not self._entered:
             raise RouteError(f"{self!r} is not entered, so its rows have no contents; read cache_ids inside it")
         ids = {slot: self.lora._digests.of_slot(slot) for slot in self._held}
         found = []
         for row, entries in enumerate(self.rows):
-            starts = {0} if self.activation is None else set(self.activation.starts_of(row)) or {0}
-            if starts == {NEVER}:
-                entries = []  # its adapters never begin: base
-            start = max((start for start in starts if start is not None), default=None)
-            members = [(ids[slot], weight) for slot, weight in entries]
-            found.append(row_cache_id(members, start if entries and start != 0 else None))
+            starts = [0] * len(entries) if self.activation is None else self.activation.starts_of(row)
+            members = []
+            for (slot, weight), start in zip(entries, starts, strict=True):
+                if start is None:
+                    raise RouteError(
+                        f"row {row} has an aLoRA adapter, and where it begins is not known before a call; give the route "
+                        "starts=[...]"
+                    )
+                if start != NEVER:
+                    members.append((row_cache_id([(ids[slot], 1.0)], start or None), weight))
+            found.append(row_cache_id(members, None))
         return found
 
     def _release(self) -> None:
@@ -405,6 +411,20 @@ def _check_weights(rows: Sequence[Sequence[tuple[int, float]]], contents: Mappin
             if contents[slot].gains:
                 raise RouteError(
                     f"row {index} weighs slot {slot}, which holds a DoRA adapter; expected it alone with weight 1", slot=slot
+                )
+
+
+def _check_begins(
+    rows: Sequence[Sequence[tuple[int, float]]], contents: Mapping[int, Contents], starts: Sequence[int | None] | None
+) -> None:
+    """Refuse a start inside a row for an adapter of more than linear layers; an aLoRA's saved modules hold for the whole row."""
+    for index, start in enumerate(starts or ()):
+        for slot, _ in rows[index] if start else ():
+            if contents[slot].whole_rows and not contents[slot].invocation_tokens:
+                raise RouteError(
+                    f"row {index} begins at {start}, and slot {slot} adapts embeddings, heads, routers or experts, which cannot "
+                    "begin inside a row; give it no start",
+                    slot=slot,
                 )
 
 

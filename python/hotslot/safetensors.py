@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, NoReturn
 
 from .errors import AdapterFileError
+from .keys import shown_value
 
 # Bits per element of every dtype that the format defines.
 DTYPE_BITS: Final[Mapping[str, int]] = {
@@ -221,11 +222,16 @@ def _tensor(name: str, entry: object, start: int, size: int, path: str) -> Tenso
         _refuse(path, f"describes {_short(name)} wrongly; expected exactly dtype, shape and data_offsets", tensor=name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        _refuse(path, f"gives {_short(name)} the dtype {str(dtype)[:40]!r}; expected one of {', '.join(DTYPE_BITS)}", tensor=name)
+        _refuse(
+            path,
+            f"gives {_short(name)} the dtype {shown_value(dtype, 40, repr)}; expected one of {', '.join(DTYPE_BITS)}",
+            tensor=name,
+        )
     if not isinstance(shape, list) or len(shape) > MAX_NDIM or not all(_is_int(dim) and 0 <= dim <= MAX_DIM for dim in shape):
         _refuse(
             path,
-            f"gives {_short(name)} the shape {str(shape)[:80] if isinstance(shape, list) and len(shape) < 100 else '...'}; "
+            f"gives {_short(name)} the shape "
+            f"{shown_value(shape, write=repr) if isinstance(shape, list) and len(shape) < 100 else '...'}; "
             f"expected at most {MAX_NDIM} integers from 0 to 2**48",
             tensor=name,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +23,8 @@ _TOGETHER = ((LoraModule.QProj, LoraModule.KProj, LoraModule.VProj), (LoraModule
 class SharedInput:
     """x A^T of a group of sites, computed when the first of them runs and used up when the last has.
 
-    What was computed belongs to one tensor object in one version, under one plan; another tensor at the same address is never
-    taken for it, because the object is held. Each thread has its own.
+    What was computed belongs to one tensor object in one version, under one plan. The object is known by a weak reference: another
+    tensor at the same address is never taken for it, and activations live no longer than they would. Each thread has its own.
 
     Args:
         hooks: The sites, all of one in_features.
@@ -40,27 +41,29 @@ class SharedInput:
         except AttributeError:
             held = self._local.held = _Held(SharedShrink(self._kernels))
         dtype, threads = DTYPE_CODES[out.dtype], torch.get_num_threads()
-        if held.x is not x or held.version != x._version or held.plan is not plan or held.left == 0:
+        key = (x._version, plan.stamp)
+        # A member that comes twice begins anew: what it is called with may have changed in a way that no version tells.
+        if held.x is None or held.x() is not x or held.key != key or member in held.served:
             held.x = None
             held.shrink.shrink(plan, x.data_ptr(), tokens, in_features, dtype, threads)
-            held.x, held.version, held.plan, held.left = x, x._version, plan, len(self._kernels)
+            held.x, held.key = weakref.ref(x), key
+            held.served.clear()
         held.shrink.expand(member, plan, out.data_ptr(), out.shape[-1], dtype, threads)
-        held.left -= 1
-        if held.left == 0:
-            held.x = held.plan = None
+        held.served.add(member)
+        if len(held.served) == len(self._kernels):
+            held.x = None
 
 
 class _Held:
     """What one thread holds between the first member and the last."""
 
-    __slots__ = ("left", "plan", "shrink", "version", "x")
+    __slots__ = ("key", "served", "shrink", "x")
 
     def __init__(self, shrink: SharedShrink) -> None:
         self.shrink = shrink
-        self.x: torch.Tensor | None = None
-        self.version = 0
-        self.plan: Plan | None = None
-        self.left = 0
+        self.x: weakref.ref[torch.Tensor] | None = None
+        self.key = (0, 0)  # version of x, stamp of the plan
+        self.served: set[int] = set()
 
 
 def share_inputs(hooks: Sequence[SiteHook]) -> None:

@@ -190,14 +190,18 @@ def choose(
             raise RouteError(f"experts=True: {found.site.path} cannot take an adapter: {found.refusal}")
     linears = _choose_linears(model, sites, wanted, [found for found in every if found.site.kind in ("linear", "conv1d")])
     paths = {found.site.path for found in linears}
-    vocabulary = {id(embedding_of(model, "get_input_embeddings")), id(embedding_of(model, "get_output_embeddings"))}
+    embedding, head = embedding_of(model, "get_input_embeddings"), embedding_of(model, "get_output_embeddings")
     found_sites = []
+
+    def is_vocabulary(module: torch.nn.Module) -> bool:
+        return module is head or module is embedding or shares_weight(module, embedding)
+
     for found in every:
         kind, path = found.site.kind, found.site.path
         is_usable = found.refusal is None and kind != "router"
         if path in paths:
             found_sites.append(found)
-        elif is_usable and extras and ((path in wanted.paths and sites == "auto") or id(found.module) in vocabulary):
+        elif is_usable and extras and ((path in wanted.paths and sites == "auto") or is_vocabulary(found.module)):
             found_sites.append(replace(found, site=_floating(found.site)))
         elif kind == "router" and experts:
             found_sites.append(found)
@@ -252,6 +256,12 @@ def expert_indices(sites: Iterable[ModelSite]) -> dict[str, list[int]]:
         if item.expert is not None:
             found.setdefault(item.site.path.rpartition("[")[0], []).append(index)
     return found
+
+
+def shares_weight(module: torch.nn.Module, other: torch.nn.Module | None) -> bool:
+    """Whether two modules have one weight: tied embeddings."""
+    weight = getattr(other, "weight", None)
+    return weight is not None and getattr(module, "weight", None) is weight
 
 
 def embedding_of(model: torch.nn.Module, getter: str) -> Any:

@@ -14,12 +14,13 @@ from .errors import AdapterConfigError, AdapterFileError
 from .experts import expert_layouts
 from .extras import FEATURES
 from .folder import open_weights
+from .forms import host_paths
 from .inputs import InputBuilder, PlaceSpec, core_extras, core_pairs
 from .keys import HostTree, Role, parse_key
 from .recent import Recent
 from .report import LoadReport
 from .safetensors import FileIdentity
-from .sites import ModelSite, Wanted, embedding_of
+from .sites import ModelSite, Wanted, embedding_of, shares_weight, walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +46,7 @@ class Prepared:
         config: What the scales came from.
         identity: The files, or None for tensors in memory.
         report: What is applied and what is not.
+        base: A stamp of the base's parameters that some of it was worked out from.
     """
 
     pairs: list[tuple[Any, ...]]
@@ -52,6 +54,12 @@ class Prepared:
     config: PeftAdapterConfig
     identity: Hashable | None
     report: LoadReport
+    base: tuple[object, ...] = ()
+
+    @property
+    def derived_sites(self) -> list[int]:
+        """The sites at which something was worked out from the base's parameters."""
+        return sorted({site for site, _, _, stored, _ in self.extras if stored is not None})
 
     def reading_from(self, fd: int) -> Prepared:
         """The same adapter through another descriptor of its weights file, with a report of its own."""
@@ -91,6 +99,7 @@ class SourceReader:
         self._vocab_size = vocabulary_size(model)
         self._layouts = expert_layouts(model) if experts else {}
         self._supported = FEATURES.keys() - (set() if experts else {"router", "experts"})
+        self._hints = room_hints(model, sites)
         self._inputs = InputBuilder(sites, self._layouts, *tied_embeddings(model, sites))
         self._seen: Recent[Prepared] = Recent(_MAX_SEEN)
 
@@ -107,7 +116,7 @@ class SourceReader:
         if isinstance(source, (str, os.PathLike)):
             identity = identity_of(source)
             seen = self._seen.get(identity)
-            if identity is not None and seen is not None:
+            if identity is not None and seen is not None and seen.base == self._inputs.stamp(seen.derived_sites):
                 file = files.enter_context(open_weights(source))
                 # The file that was just opened may be another than the one that was just looked at.
                 if FileIdentity.of(file) == identity[1]:
@@ -137,6 +146,7 @@ class SourceReader:
                 vocab_size=self._vocab_size,
                 supported=self._supported,
                 experts=self._layouts,
+                room_hint=self._hints.get,
             )
         except AdapterConfigError as error:
             if error.key in ("router", "experts", "target_parameters") and not self._layouts:
@@ -150,6 +160,7 @@ class SourceReader:
         # Header and config were read at different moments; from here on the core watches the file that it reads.
         adapter.check_unchanged()
         prepared = Prepared(pairs, extras, adapter.config, adapter.identity, resolved.report)
+        prepared = replace(prepared, base=self._inputs.stamp(prepared.derived_sites))
         if prepared.held_bytes <= _MAX_HELD_BYTES:
             self._seen.keep(adapter.identity, prepared)
         return prepared.reading_from(adapter.file.fileno())
@@ -192,13 +203,30 @@ def wanted_sites(sources: Iterable[Source], model: torch.nn.Module) -> Wanted:
             config = adapter.config
             has_extras = has_extras or bool(config.target_parameters) or config.bias != "none"
             for key in filter(None, map(parse_key, adapter.tensors)):
-                path = None if key.role is Role.BASE_COPY and config.bias == "none" else host.find(key.module)
                 has_extras = has_extras or key.role not in (Role.A, Role.B, Role.BASE_COPY) or ".experts." in key.module
-                if path is not None:
-                    wanted.paths.add(path)
-                    if key.role is Role.A:
-                        wanted.paired.add(path)
+                if key.role is Role.BASE_COPY and config.bias == "none":
+                    continue
+                paths = host_paths(key.module, host)
+                wanted.paths.update(paths)
+                wanted.paired.update(paths if key.role is Role.A else ())
     return replace(wanted, has_extras=has_extras)
+
+
+def room_hints(model: torch.nn.Module, sites: Sequence[ModelSite]) -> dict[str, str]:
+    """What to do about the modules that are no sites: by path, for all but linear layers that `sites=` could name."""
+    chosen = {found.site.path for found in sites}
+    known = {found.site.path: found for found in walk(model)}
+    hints = {}
+    for path, module in model.named_modules():
+        found = known.get(path)
+        if found is None:
+            kind = type(module).__name__
+            hints[path] = f"it is a {kind}, and only linear layers, embeddings, routers and routed experts take adapters"
+        elif found.refusal is not None:
+            hints[path] = f"it cannot be served: {found.refusal}"
+        elif found.site.kind == "embedding":
+            hints[path] = "attach with extras_bytes=... to reserve room for embeddings"
+    return {path: hint for path, hint in hints.items() if path not in chosen}
 
 
 def vocabulary_size(model: torch.nn.Module) -> int | None:
@@ -209,12 +237,14 @@ def vocabulary_size(model: torch.nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def tied_embeddings(model: torch.nn.Module, sites: Sequence[ModelSite]) -> tuple[int | None, int | None]:
-    """The sites of the output embedding, if it has the input embedding's weight, and of the input embedding."""
-    embedding, head = embedding_of(model, "get_input_embeddings"), embedding_of(model, "get_output_embeddings")
-    place = {id(found.module): index for index, found in enumerate(sites) if found.expert is None}
-    is_tied = head is not None and embedding is not None and getattr(head, "weight", None) is getattr(embedding, "weight", None)
-    return place.get(id(head)) if is_tied else None, place.get(id(embedding))
+def tied_embeddings(model: torch.nn.Module, sites: Sequence[ModelSite]) -> tuple[int | None, tuple[int, ...]]:
+    """The site of the input embedding, and the other sites that have its very weight: a tied head, the embeddings of a decoder."""
+    embedding = embedding_of(model, "get_input_embeddings")
+    if embedding is None:
+        return None, ()
+    sharing = [index for index, found in enumerate(sites) if found.expert is None and shares_weight(found.module, embedding)]
+    own = next((index for index in sharing if sites[index].module is embedding), None)
+    return own, tuple(index for index in sharing if index != own)
 
 
 def _kinds(items: tuple[Any, ...]) -> str:

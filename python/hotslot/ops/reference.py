@@ -51,7 +51,8 @@ def lora_delta(x: torch.Tensor, weights: LoraWeights, index: int, rows: Entries)
             where = torch.tensor(members)
             # Copies: autograd keeps them for backward, when the slot may already hold another adapter.
             a32, b32 = a.to(torch.float32, copy=True), b.to(torch.float32, copy=True)
-            part = (x[where] @ a32.T) @ b32.T
+            with torch.autocast("cpu", enabled=False):
+                part = (x[where] @ a32.T) @ b32.T
             delta = delta.index_add(0, where, part * (weight * scale))
     return delta
 

@@ -23,7 +23,7 @@ pub enum AdapterAb {
     B = 1,
 }
 
-/// The two factors of one site, where they lie in the pool.
+/// The two factors of one site, where they lie in the pool or, at a floating site, among the extras.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoraPair {
     /// Address of A `[rank, in]`, row stride `in` rounded up to 8 elements.

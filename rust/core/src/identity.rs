@@ -192,10 +192,18 @@ impl CacheIdHasher {
 
     /// Ends a half, `"A"` or `"B"`, of which all bytes were added.
     pub fn half(&mut self, half: &str, source: &Source<'_>) {
-        self.field(half.as_bytes());
+        self.shape(half, source);
+        self.digest();
+    }
+
+    fn shape(&mut self, name: &str, source: &Source<'_>) {
+        self.field(name.as_bytes());
         self.field(source.dtype.name().as_bytes());
         self.field(&(source.rows as u64).to_le_bytes());
         self.field(&(source.cols as u64).to_le_bytes());
+    }
+
+    fn digest(&mut self) {
         let digest = self.tensor.finalize();
         self.field(digest.as_bytes());
         self.tensor.reset();
@@ -204,8 +212,9 @@ impl CacheIdHasher {
     /// Ends an extra of the site at `path`, of whose source all bytes were added.
     pub fn extra(&mut self, path: &str, extra: &ExtraInput<'_>) {
         self.field(path.as_bytes());
-        self.half(extra.part.name(), &extra.source);
+        self.shape(extra.part.name(), &extra.source);
         self.ids(extra.ids);
+        self.digest();
     }
 
     fn ids(&mut self, ids: &[u32]) {

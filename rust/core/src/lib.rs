@@ -5,6 +5,9 @@
 //! addresses never change, so that kernels and captured graphs read them through small tables, while adapters come and go.
 //! It knows nothing of Python, and of CUDA only what it opens at run time.
 //!
+//! An adapter may hold more than A and B: gains (DoRA), biases, whole weights, token rows, and pairs of layers that would make
+//! every slot large. Those lie in a second allocation, see [`extras`].
+//!
 //! # A tour
 //! ```
 //! use hotslot_core::prelude::*;

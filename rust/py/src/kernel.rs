@@ -52,6 +52,7 @@ impl SiteKernel {
 
     /// Adds to out [n_tokens, out] what the plan's adapters make of x [n_tokens, in], in place.
     ///
+    /// An adapter's gain multiplies what is there and what is added; its bias, times the adapter's weight, comes last.
     /// Rows without an adapter here are not touched; any other is rounded once.
     ///
     /// Args:

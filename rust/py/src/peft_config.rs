@@ -35,6 +35,8 @@ impl PeftAdapterConfig {
     #[new]
     #[pyo3(signature = (r, lora_alpha, use_rslora = false, rank_pattern = None, alpha_pattern = None,
         alora_invocation_tokens = Vec::new()))]
+    #[pyo3(text_signature = "(r, lora_alpha, use_rslora=False, rank_pattern=None, alpha_pattern=None, \
+        alora_invocation_tokens=())")]
     fn new(
         r: usize,
         lora_alpha: f64,

@@ -67,6 +67,12 @@ impl Plan {
         self.read().is_uniform()
     }
 
+    /// A number that no two sets of rows in the process share: it changes whenever the rows are set.
+    #[getter]
+    fn stamp(&self) -> u64 {
+        self.read().stamp()
+    }
+
     /// Replaces the rows.
     ///
     /// Args:

@@ -136,7 +136,7 @@ pub(crate) struct SlotInfo {
     generation: u64,
     /// The adapter's highest rank.
     rank: usize,
-    /// Bytes of the slot that the adapter uses.
+    /// Bytes that the adapter uses of the slot and of its place among the extras.
     nbytes: u64,
     /// Whether promotions leave the slot alone.
     pinned: bool,
@@ -248,7 +248,7 @@ pub(crate) struct Loaded {
     was_resident: bool,
     /// Pairs read.
     num_pairs: usize,
-    /// Bytes of the slot that they take.
+    /// Bytes that the adapter takes, extras among them.
     nbytes: u64,
     /// Elements that the pool's dtype could not hold exactly.
     rounded: usize,

@@ -196,7 +196,9 @@ impl Plan {
         Ok(num_tokens / self.num_rows)
     }
 
-    pub(super) fn stamp(&self) -> u64 {
+    /// A number that no two sets of rows in the process share: it changes whenever the rows are set.
+    #[must_use]
+    pub fn stamp(&self) -> u64 {
         self.stamp
     }
 
