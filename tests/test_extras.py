@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from tiny import SEVEN, assert_close_to_range, logits, peft_alone, prompts, snapshot, tiny_model, write_adapter
 
@@ -343,6 +344,44 @@ def test_an_invocation_in_a_later_chunk_or_across_two_is_found(model: torch.nn.M
         assert route.activation is not None and route.activation.starts_of(0) == [10]
     if cut <= 10:  # else the first chunk's last token was base before the invocation was complete
         assert_close_to_range(torch.cat([first.logits, second.logits], 1), peft_rows(model, folders["alora"], ids))
+
+
+def test_a_cropped_cache_and_a_call_that_failed_leave_no_wrong_start(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "alora")
+    ids = alora_prompts()[1:2]  # the invocation is at 10 and 11
+    other = ids.clone()
+    other[0, 8:10] = torch.tensor([7, 8])
+    with lora.route(["alora"]), torch.no_grad():
+        cache = served(ids, use_cache=True).cache
+        cache.crop(-5)  # to 7 tokens: the invocation is gone
+        again = served(other[:, 7:11], cache=cache)
+        expected = peft_rows(model, folders["alora"], other[:, :11])
+        assert_close_to_range(again.logits, expected[:, 7:])
+    with lora.route(["alora"]), torch.no_grad():
+        cache = served(ids[:, :11], use_cache=True).cache
+        hook = served.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            served(torch.tensor([[8, 7]]), cache=cache)
+        hook.remove()
+        # Sent again, another token: the one before it is 7, not what the failed call brought.
+        after = served(torch.tensor([[9]]), cache=cache).logits
+        whole = torch.cat([ids[:, :11], torch.tensor([[9]])], 1)
+        assert_close_to_range(after, logits(model, whole)[:, -1:])
+
+
+def test_a_saved_container_is_found_by_its_parts(tmp_path: Path) -> None:
+    config = transformers.RobertaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_labels=3
+    )
+    torch.manual_seed(0)
+    roberta = transformers.RobertaForSequenceClassification(config).eval()
+    folder = write(roberta, tmp_path / "cls", 1, target_modules=["query", "value"], task_type="SEQ_CLS")
+    served = copy.deepcopy(roberta)
+    lora = hotslot.attach(served, {"cls": folder}, max_rank=8, pool_dtype="float32")
+    with lora.route(["cls", BASE]):
+        found = logits(served, prompts(2))
+    assert_close_to_range(found[:1], logits(peft_alone(roberta, folder), prompts(2)[:1]))
+    assert torch.equal(found[1], logits(roberta, prompts(2))[1])
 
 
 def test_a_call_inside_another_models_generate_finds_its_own_starts(model: torch.nn.Module, folders: dict[str, Path]) -> None:

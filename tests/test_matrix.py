@@ -51,6 +51,14 @@ def test_refusals_are_declared_for_cells_that_exist() -> None:
     assert not [cell for cell in cases.REFUSED if cases.absent_reason(*cell)]
 
 
+@pytest.mark.parametrize("feature", ["bias_all", "bias_lora_only"])
+def test_families_said_to_have_no_biases_have_none(feature: str, tmp_path: Path) -> None:
+    for family in cases.FAMILIES:
+        if cases.absent_reason(family, feature):
+            cases.write_adapter(family, feature, tmp_path / family, 0)
+            assert not [name for name in load_file(tmp_path / family / "adapter_model.safetensors") if name.endswith("bias")]
+
+
 # Tied, with experts, with Conv1D. PEFT scales a pair per expert right only without rsLoRA, which adapter 0 is.
 _MERGED = [(family, feature) for family, feature in CELLS if family in ("gemma3_text", "mixtral", "gpt2")]
 

@@ -35,11 +35,17 @@ class _Gate(NamedTuple):
 
 
 class Located:
-    """What was found in one sequence: its starts, and the last tokens, for an invocation that goes on in the next chunk."""
+    """Where the entries of a route begin in one sequence, and its tokens so far, in which invocations are looked for."""
 
     def __init__(self, starts: Starts) -> None:
         self.starts = [list(row) for row in starts]
-        self.tails: dict[_Gate, list[int]] = {}
+        self.tokens: dict[_Gate, list[int]] = {}
+
+    def copy(self) -> Located:
+        """The same, to be changed by a call that may yet fail."""
+        twin = Located(self.starts)
+        twin.tokens = dict(self.tokens)
+        return twin
 
 
 class Activation:
@@ -98,32 +104,36 @@ class Activation:
             RouteError: A start is not known and cannot be found: the invocation may lie in what came before.
         """
         known = None if offset == 0 else self._sequences.get(cache)
-        return self._find(known or Located(self._given), ids, offset, is_known=known is not None)
+        return self._find(Located(self._given) if known is None else known.copy(), ids, offset)
 
     def remember(self, cache: Any, sequence: Located) -> None:
-        """This cache holds this sequence."""
+        """This cache holds this sequence now: the call succeeded."""
         if self._gates:
             self._sequences[cache] = sequence
 
-    def _find(self, sequence: Located, ids: torch.Tensor | None, offset: int, *, is_known: bool = False) -> Located:
+    def _find(self, sequence: Located, ids: torch.Tensor | None, offset: int) -> Located:
         self._latest = sequence
         for gate in self._gates:
+            before = sequence.tokens.get(gate, [])[:offset]  # a cache may have been cropped since
             known = sequence.starts[gate.row][gate.entry]
-            if ids is not None:
-                tail = sequence.tails.get(gate, [])
-                tokens = tail + ids[gate.row].tolist()
-                sequence.tails[gate] = tokens[max(0, len(tokens) - len(gate.invocation) + 1) :]
-                at = _last(tokens, gate.invocation) if known is None or known == NEVER else None
-                if at is not None:
-                    sequence.starts[gate.row][gate.entry] = max(0, offset + at - len(tail))
-                    continue
-            if known is None and (ids is None or (offset > 0 and not is_known)):
-                where = "the call has embeddings in place of token ids" if ids is None else f"{offset} tokens came before this call"
-                raise RouteError(
-                    f"row {gate.row} has an aLoRA adapter, and where it begins cannot be told: {where}; give the route "
-                    "starts=[...], the first active token of each row"
-                )
-            sequence.starts[gate.row][gate.entry] = NEVER if known is None else known
+            if known is not None and known < offset:
+                at: int | None = known
+            else:
+                new = None if ids is None else before + ids[gate.row].tolist()
+                at = None if new is None else _last(new, gate.invocation)
+                at = None if at is None or new is None else at + offset - len(before)
+                is_whole = ids is not None and len(before) == offset
+                if at is None and not is_whole:
+                    where = (
+                        "the call has embeddings in place of token ids" if ids is None else f"{offset} tokens came before this call"
+                    )
+                    raise RouteError(
+                        f"row {gate.row} has an aLoRA adapter, and where it begins cannot be told: {where}; give the route "
+                        "starts=[...], the first active token of each row"
+                    )
+            sequence.starts[gate.row][gate.entry] = NEVER if at is None else at
+            if ids is not None and len(before) == offset:
+                sequence.tokens[gate] = before + ids[gate.row].tolist()
         return sequence
 
 

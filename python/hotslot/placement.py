@@ -401,7 +401,8 @@ class Placement:
         names = NameSet(() if self.config.ensure_weight_tying else self.config.modules_to_save)
         # Names that the model lacks are no fault: PEFT adds "classifier" and "score" to every classifier's.
         known = {name for path in self.host.paths for name in names.ends(path)}
-        missing = sorted(known.difference(*(names.ends(path) for path in saved)))
+        # A name may be a container's: then what is saved lies within it.
+        missing = sorted(name for name in known if not any(f".{name}." in f".{path}." for path in saved))
         if missing:
             raise AdapterConfigError(
                 f"adapter {self.adapter.where} names {listed(missing)} in modules_to_save, and the file holds no weight for it; "
