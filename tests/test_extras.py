@@ -21,6 +21,7 @@ import hotslot
 from hotslot import BASE
 from hotslot.adapter import read_adapter
 from hotslot.config import parse_config
+from hotslot.hooks import SHARED_FROM
 
 # PEFT warns of what these adapters do on purpose: biases on layers without one, copies of embeddings in the file.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -443,10 +444,21 @@ def test_backward_after_the_slot_was_loaded_anew(model: torch.nn.Module, folders
     assert_close_to_range(mine.grad, theirs.grad, 1e-4)
 
 
+def test_a_shared_input_gives_the_bits_of_a_separate_one(model: torch.nn.Module, folders: dict[str, Path]) -> None:
+    served, lora = attached(model, folders, "plain", "dora")
+    ids = prompts(2, SHARED_FROM)
+    assert lora._attachment is not None
+    with lora.route(["plain", "dora"]):
+        together = logits(served, ids)
+        for hook in lora._attachment.hooks:
+            hook.shared = None
+        assert torch.equal(logits(served, ids), together)
+
+
 def test_a_shared_input_is_never_taken_for_another(model: torch.nn.Module, folders: dict[str, Path]) -> None:
     served, lora = attached(model, folders, "plain", "lora_bias")
     attention = served.model.layers[0].self_attn
-    x = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, SHARED_FROM, 64, generator=torch.Generator().manual_seed(1))
 
     def parts() -> list[torch.Tensor]:
         return [getattr(attention, name)(x.clone()) for name in ("q_proj", "k_proj", "v_proj")]

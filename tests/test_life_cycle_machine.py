@@ -140,7 +140,10 @@ class SlotMachine(RuleBasedStateMachine):
             self.forget(slot)
         self.where[name] = (slot, content)
         self.pinned = slot if self.pinned == old else self.pinned
-        self.active = slot if self.active == old else self.active
+        if self.active == old:
+            self.active = slot
+        elif self.active == slot:
+            self.active = SLOTS  # it had been emptied: the newcomer does not inherit its role
         return True
 
     @rule(name=NAMES, content=CONTENTS, slot=st.integers(0, SLOTS - 1))
@@ -228,6 +231,9 @@ class SlotMachine(RuleBasedStateMachine):
             name: self.where.get(name, (None,))[0] for name in "abcde"
         }
         assert [info.pinned for info in infos] == [slot == self.pinned for slot in range(SLOTS)]
+        filled = {slot for slot, _ in self.where.values()}
+        assert (self.lora.weights.active in filled) == (self.active in filled)
+        assert self.active not in filled or self.lora.weights.active == self.active
 
     def teardown(self) -> None:
         for lease, _ in self.leases:

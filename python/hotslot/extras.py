@@ -141,7 +141,6 @@ class Extras:
         experts: Pairs of routed experts.
         base_copies: Copies of base parameters.
         invocation_tokens: aLoRA: active from the first token of the last occurrence of these; empty: always.
-        ensure_weight_tying: What holds for the embedding also holds for a tied head.
     """
 
     gains: list[ResolvedVector] = field(default_factory=list)
@@ -154,7 +153,6 @@ class Extras:
     experts: list[ResolvedExpert] = field(default_factory=list)
     base_copies: list[BaseCopy] = field(default_factory=list)
     invocation_tokens: tuple[int, ...] = ()
-    ensure_weight_tying: bool = False
 
     @property
     def nbytes(self) -> int:

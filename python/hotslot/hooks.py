@@ -43,6 +43,9 @@ class _Call(NamedTuple):
     active: ActiveTokens | None  # where the route's adapters do not begin with the row
 
 
+# Fewer tokens are decode, where x is in the cache anyway and the extra call costs more than it saves (docs/performance.md).
+SHARED_FROM = 64
+
 _CALL: ContextVar[_Call | None] = ContextVar("hotslot_call", default=None)
 
 
@@ -134,9 +137,10 @@ class SiteHook:
             return differentiable_apply(out, x, self, plan, route)
         if not (fresh and out.is_contiguous()):
             out = out.clone(memory_format=torch.contiguous_format)
+        tokens = x.numel() // self.in_features
         is_as_needed = x.dtype is out.dtype and x.is_contiguous()
-        if self.shared is not None and is_as_needed and not x.is_inference():
-            self.shared.apply(self.member, plan, x, out, x.numel() // self.in_features, self.in_features)
+        if tokens >= SHARED_FROM and self.shared is not None and is_as_needed and not x.is_inference():
+            self.shared.apply(self.member, plan, x, out, tokens, self.in_features)
             return out
         if not is_as_needed:
             x = x.to(out.dtype).contiguous()
@@ -144,7 +148,7 @@ class SiteHook:
             plan,
             x.data_ptr(),
             out.data_ptr(),
-            x.numel() // self.in_features,
+            tokens,
             self.in_features,
             self.out_features,
             DTYPE_CODES[out.dtype],

@@ -127,7 +127,8 @@ class InputBuilder:
             if (expert.module, expert.expert or 0, expert.projection) not in self._experts:
                 self._refuse(
                     adapter,
-                    f"holds {expert.projection} of {expert.module}, whose rows are interleaved in gate_up_proj; expected that",
+                    f"holds {expert.projection} of {expert.module}, whose rows are interleaved in gate_up_proj; expected pairs "
+                    "for that",
                     "experts",
                 )
             pairs += self._expert_pairs(expert)
@@ -138,11 +139,12 @@ class InputBuilder:
             else:
                 found.append(ExtraInput(saved.site_index, "weight_bias", _row(saved.tensor)))
         found += self._base_biases_of_saved(resolved)
-        found += self._tied_saved(resolved)
         with_tokens = {tokens.site_index for tokens in extras.tokens}
         for tokens in extras.tokens:
-            also = set(self._tied) - with_tokens if tokens.site_index == self._embedding else set()
-            found += [ExtraInput(site, "rows", tokens.rows, ids=tokens.ids) for site in (tokens.site_index, *sorted(also))]
+            # PEFT ties nothing where another module of the same weight has rows of its own.
+            is_shared = tokens.site_index == self._embedding and not with_tokens.intersection(self._tied)
+            also = self._tied if is_shared else ()
+            found += [ExtraInput(site, "rows", tokens.rows, ids=tokens.ids) for site in (tokens.site_index, *also)]
         return LoadInputs(sorted(pairs, key=lambda pair: pair.site_index), found)
 
     def stamp(self, sites: Sequence[int]) -> tuple[object, ...]:
@@ -261,14 +263,6 @@ class InputBuilder:
                 held = held_tensor(f"{saved.site_index} bias", base)
                 found.append(ExtraInput(saved.site_index, "weight_bias", held_tensor("none", content), held))
         return found
-
-    def _tied_saved(self, resolved: ResolvedAdapter) -> list[ExtraInput]:
-        """With ensure_weight_tying a saved input embedding holds for all that have its weight."""
-        saved = {item.site_index: item for item in resolved.extras.saved if item.leaf == "weight"}
-        embedding = saved.get(-1 if self._embedding is None else self._embedding)
-        if not resolved.extras.ensure_weight_tying or embedding is None:
-            return []
-        return [ExtraInput(site, "weight", embedding.tensor) for site in self._tied if site not in saved]
 
     def _expert_pairs(self, found: ResolvedExpert) -> list[ResolvedPair]:
         """One pair per expert, the way round in which rows of x are multiplied: A [rank, in], B [out, rank]."""

@@ -81,7 +81,7 @@ class Placement:
         self.cuts: dict[str, tuple[Roles, tuple[int, ...]]] = {}
         self.joins: dict[int, dict[str, tuple[str, Roles]]] = {}
         self.extras = Extras(
-            invocation_tokens=self.config.alora_invocation_tokens, ensure_weight_tying=self.config.ensure_weight_tying
+            invocation_tokens=self.config.alora_invocation_tokens,
         )
 
     def place(self, modules: Mapping[str, Roles]) -> list[ResolvedPair]:
