@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .ops.reference import matrix_view
+from .ops.reference import matrix_view, pool_dtype
 
 if TYPE_CHECKING:
     from ._core import LoraWeights
@@ -89,9 +89,8 @@ class PoolContents:
         replacements: dict[int, Replacement] = {}
         gains: dict[int, torch.Tensor] = {}
         biases: dict[int, torch.Tensor] = {}
-        pool_dtype = torch.bfloat16 if weights.pool_dtype == "bfloat16" else torch.float32
         for site, part, address, rows, cols, stride, ids in weights.slot_extras(slot):
-            dtype = pool_dtype if part in ("weight", "rows") else torch.float32
+            dtype = pool_dtype(weights) if part in ("weight", "rows") else torch.float32
             view = matrix_view(address, rows, cols, stride, dtype)
             if part == "gain":
                 gains[site] = view[0]

@@ -66,8 +66,18 @@ class Inert:
         """Nothing."""
 
 
-class SiteHook:
-    """Adds the adapters' part to one layer's output. A deepcopy leaves an `Inert` behind, a pickle is refused.
+class Attached:
+    """What stays on the model that it was put onto: a deepcopy leaves an `Inert` behind, a pickle is refused."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()")
+
+
+class SiteHook(Attached):
+    """Adds the adapters' part to one layer's output.
 
     Attributes:
         feature_dims: Dimensions of the input that are not those of tokens.
@@ -106,12 +116,6 @@ class SiteHook:
         fresh = len(module._forward_hooks) == 1 and not out._is_view()
         changed = self.apply(out, x, route, fresh=fresh)
         return None if changed is out else changed
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()")
 
     def apply(self, out: torch.Tensor, x: torch.Tensor, route: Route, *, fresh: bool) -> torch.Tensor:
         """`out` plus this site's adapters for `x` ([..., in]); `out` itself where `fresh` allows it.
@@ -245,8 +249,13 @@ class CallGate:
         if route is None and self._lora.unrouted == "error":
             raise RouteError(f"{self._lora!r} was called outside any route and unrouted='error' was set; enter route(rows) first")
         rows = checked_rows(route, args, kwargs, may_multiply=is_generating(route))
-        sequence = _sequence(route, args, kwargs)
-        token = _CALL.set(_Call(self._lora, rows, _active_tokens(route, rows, args, kwargs, sequence)))
+        sequence = active = None
+        if route is not None and route.activation is not None and not route.plan.is_base:
+            cache = _cache(args, kwargs)
+            offset = 0 if cache is None else int(cache.get_seq_length())
+            sequence = _sequence(route, route.activation, token_ids(args, kwargs), offset, cache)
+            active = _active_tokens(route, rows, args, kwargs, sequence, offset)
+        token = _CALL.set(_Call(self._lora, rows, active))
         try:
             out = self.forward(*args, **kwargs)
         finally:
@@ -256,25 +265,16 @@ class CallGate:
         return out
 
 
-def _sequence(route: Route | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Located | None:
-    """The sequence that a call begins or goes on with, if some adapter of the route does not begin with its row."""
-    if route is None or route.activation is None or route.plan.is_base:
-        return None
+def _sequence(route: Route, activation: Activation, ids: torch.Tensor | None, offset: int, cache: Any) -> Located:
+    """The sequence that a call begins or goes on with: that of a `generate` under this very route, else by its cache."""
     found = next((found.sequence for found in _GENERATING.get() if found.route is route), None)
-    if found is not None:
-        return found
-    cache = _cache(args, kwargs)
-    return route.activation.locate(token_ids(args, kwargs), 0 if cache is None else int(cache.get_seq_length()), cache)
+    return activation.locate(ids, offset, cache) if found is None else found
 
 
 def _active_tokens(
-    route: Route | None, rows: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], sequence: Located | None
-) -> ActiveTokens | None:
-    """Where the call's tokens lie in that sequence."""
-    if sequence is None or route is None:
-        return None
-    cache = _cache(args, kwargs)
-    offset = 0 if cache is None else int(cache.get_seq_length())
+    route: Route, rows: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], sequence: Located, offset: int
+) -> ActiveTokens:
+    """Where the call's tokens lie in that sequence, of which `offset` came before."""
     values = (kwargs.get(key) for key in _BATCH_KEYS)
     tensor = next((found for found in map(_first_tensor, (*values, *args)) if found is not None), None)
     if tensor is None or tensor.dim() < 2 or rows is None:

@@ -8,6 +8,7 @@ calls the module's own; nothing of it is part of a state_dict, and `detach` take
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from .errors import RouteError
-from .hooks import Inert, SiteHook
+from .hooks import Attached, SiteHook
 from .routing import current_route
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from .routing import Route
 
 
-class InstanceForward:
-    """A `forward` put onto one module. A deepcopy leaves an `Inert` behind, a pickle is refused."""
+class InstanceForward(Attached, ABC):
+    """A `forward` put onto one module."""
 
     def __init__(self, lora: AttachedModel, module: torch.nn.Module) -> None:
         functools.update_wrapper(self, module.forward)
@@ -51,14 +52,9 @@ class InstanceForward:
             return self._own(*args, **kwargs)
         return self._routed(route, args, kwargs)
 
+    @abstractmethod
     def _routed(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()")
+        """What the module returns under a route with adapters."""
 
 
 class RouterForward(InstanceForward):

@@ -25,7 +25,7 @@ def pair_views(weights: LoraWeights, slot: int, index: int) -> tuple[torch.Tenso
         return None
     a_address, b_address, rank, scale = cells
     site = weights.sites[index]
-    dtype = torch.bfloat16 if weights.pool_dtype == "bfloat16" else torch.float32
+    dtype = pool_dtype(weights)
     a = matrix_view(a_address, rank, site.in_features, _round8(site.in_features), dtype)
     b = matrix_view(b_address, site.out_features, rank, _round8(rank), dtype)
     return a, b, scale
@@ -55,6 +55,11 @@ def lora_delta(x: torch.Tensor, weights: LoraWeights, index: int, rows: Entries)
                 part = (x[where] @ a32.T) @ b32.T
             delta = delta.index_add(0, where, part * (weight * scale))
     return delta
+
+
+def pool_dtype(weights: LoraWeights) -> torch.dtype:
+    """The element type of a pool."""
+    return torch.bfloat16 if weights.pool_dtype == "bfloat16" else torch.float32
 
 
 def matrix_view(address: int, rows: int, cols: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
