@@ -422,20 +422,83 @@ def test_base_rows_keep_their_bits_under_autograd_down_to_the_sign_of_zero(lora,
 
 
 @pytest.mark.parametrize("is_before", [True, False])
-def test_another_forward_hook_keeps_what_it_saw(is_before: bool, lora, model: torch.nn.Module, folders: dict[str, Path]) -> None:
-    """A hook that ran before ours saw the base layer's output, one after ours the adapters' too; neither sees it change."""
+def test_another_forward_hook_keeps_what_it_saw(is_before: bool, folders: dict[str, Path]) -> None:
+    """A hook of before attach sees the base layer's output, one of after it the adapters' too; neither sees it change."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    path = "model.layers.0.self_attn.q_proj"
-    handle = model.get_submodule(path).register_forward_hook(lambda _m, _a, out: seen.append((out, out.clone())), prepend=is_before)
+    path, model = "model.layers.0.self_attn.q_proj", tiny_model()
+
+    def watch(_module: object, _args: object, out: torch.Tensor) -> None:
+        seen.append((out, out.clone()))
+
+    if is_before:
+        model.get_submodule(path).register_forward_hook(watch)
+    lora = hotslot.attach(model, folders, max_loras=4, max_rank=8)
+    if not is_before:
+        model.get_submodule(path).register_forward_hook(watch)
     with lora.route(["a"]):
         logits(model, prompts(1))
-    handle.remove()
+    lora.detach()
     oracle: list[torch.Tensor] = []
     other = tiny_model() if is_before else peft_alone(tiny_model(), folders["a"]).base_model.model
     other.get_submodule(path).register_forward_hook(lambda _m, _a, out: oracle.append(out))
     logits(other, prompts(1))
     assert torch.equal(*seen[0])
     assert_close_to_range(seen[0][0], oracle[0])
+
+
+def test_a_forward_that_was_put_over_a_site_after_attach_is_refused_and_not_passed_over(lora, model: torch.nn.Module) -> None:
+    layer = model.model.layers[0].self_attn.q_proj
+    mine = layer.forward
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
+    with lora.route(["a"]), pytest.raises(hotslot.RouteError, match=r"forward of model\.layers\.0\.self_attn\.q_proj was replaced"):
+        logits(model, prompts(1))
+    layer.forward = mine
+    with lora.route(["a"]):
+        logits(model, prompts(1))
+
+
+def test_the_copy_of_a_part_of_an_attached_model_is_the_base_layer_alone(lora, model: torch.nn.Module) -> None:
+    block = model.model.layers[0].mlp
+    x = torch.randn(1, 2, block.up_proj.in_features)
+    base = torch.nn.functional.linear(x, block.up_proj.weight)
+    twin = copy.deepcopy(block)
+    with torch.no_grad():
+        twin.up_proj.weight.mul_(2)
+    with lora.route(["a"]):
+        assert torch.equal(twin.up_proj(x), 2 * base)
+        assert not torch.equal(block.up_proj(x), base)
+
+
+def test_weights_that_are_exchanged_or_parametrized_after_attach_are_the_ones_used(lora, model: torch.nn.Module) -> None:
+    layer = model.model.layers[0].mlp.up_proj
+    x = torch.randn(1, 2, layer.in_features)
+    with lora.route(["a"]):
+        delta = layer(x) - torch.nn.functional.linear(x, layer.weight)
+        layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight), requires_grad=False)
+        assert torch.allclose(layer(x), torch.nn.functional.linear(x, layer.weight) + delta, atol=1e-5)
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
+        assert torch.allclose(layer(x), torch.nn.functional.linear(x, layer.weight) + delta, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_decode_step_has_the_bits_of_the_reference_path(length: int, threads: int, lora, model: torch.nn.Module) -> None:
+    """The short way of few tokens, and the long one of a call that is no model call, on one thread and on torch's team."""
+    layer = model.model.layers[0].mlp.up_proj
+    before = torch.get_num_threads()
+    seen: list[torch.Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _m, args: seen.append(args[0].clone()))
+    outs: list[torch.Tensor] = []
+    after = layer.register_forward_hook(lambda _m, _a, out: outs.append(out.clone()))
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad(), lora.route(["a", hotslot.BASE, "b"]):
+            logits(model, prompts(3, length))
+            assert torch.equal(layer(seen[0]), outs[0])
+    finally:
+        torch.set_num_threads(before)
+        handle.remove()
+        after.remove()
 
 
 def test_torch_compile_of_an_attached_model_gives_the_same_tokens(lora, model: torch.nn.Module) -> None:

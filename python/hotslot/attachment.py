@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .attached import InstanceForward, remove_inert
 from .embedding import EmbeddingHook
 from .errors import DeviceError, PoolError
-from .hooks import CallGate, SiteHook, checked_rows, generating, remove_inert, token_ids
-from .moe import ExpertsForward, InstanceForward, RouterForward
+from .hooks import CallGate, SiteHook, checked_rows, generating, token_ids
+from .linear import LinearForward
+from .moe import ExpertsForward, RouterForward
 from .ops import register_site
+from .ops.team import borrow_torch_threads
 from .routing import current_route
 from .shared import share_inputs
 from .sites import ModelSite, embedding_of, is_tower
@@ -35,7 +38,8 @@ def check_attachable(model: torch.nn.Module, sites: Sequence[ModelSite]) -> None
         DeviceError: A layer is not on the CPU.
     """
     for path, module in model.named_modules():
-        if any(isinstance(hook, SiteHook) for hook in module._forward_hooks.values()):
+        hooks = (*module._forward_hooks.values(), module.__dict__.get("forward"))
+        if any(isinstance(hook, (SiteHook, InstanceForward)) for hook in hooks):
             raise PoolError(f"{path or type(model).__name__} has a hotslot pool attached; detach it before attaching another")
     for found in sites:
         for parameter in itertools.chain(found.module.parameters(recurse=False), found.module.buffers(recurse=False)):
@@ -52,6 +56,7 @@ class Attachment:
 
     def __init__(self, lora: AttachedModel, model: torch.nn.Module, sites: Sequence[ModelSite]) -> None:
         remove_inert(model)
+        borrow_torch_threads()
         if "torch._dynamo" in sys.modules:
             # A graph compiled before never sees new hooks.
             torch.compiler.reset()
@@ -72,6 +77,8 @@ class Attachment:
                 experts.setdefault(path.rpartition("[")[0], (module, {}))[1][found.expert] = hook
             elif found.site.kind == "router":
                 self._forwards.append(RouterForward(lora, module, hook))
+            elif _takes_forward(module) and not hook.is_tower:
+                self._forwards.append(LinearForward(lora, module, hook))
             else:
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
         share_inputs(self.hooks)
@@ -82,7 +89,7 @@ class Attachment:
         if callable(generate):
             model.__dict__["generate"] = _Generate(lora, generate)
         model.__dict__["__deepcopy__"] = functools.partial(_copy_unattached, model, self._before)
-        model.__dict__["forward"] = CallGate(lora, model.forward)
+        model.__dict__["forward"] = CallGate(lora, model.forward, self._forwards)
 
     def remove(self) -> None:
         """Leave the model as it was before."""
@@ -98,6 +105,11 @@ class Attachment:
         self.hooks.clear()
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
+
+
+def _takes_forward(module: torch.nn.Module) -> bool:
+    """Whether a layer's own forward is nn.Linear's, and nobody has put something around it that is to see the base's output."""
+    return type(module) is torch.nn.Linear and not module._forward_hooks and "forward" not in module.__dict__
 
 
 class _Generate:

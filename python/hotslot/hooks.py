@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from torch.jit._trace import is_tracing
 
 from .activation import Activation, ActiveTokens, Located
+from .attached import Attached, InstanceForward
 from .errors import DeviceError, RouteError
 from .ops import DTYPE_CODES, compiled_apply, differentiable_apply
 from .replaced import replace_linear
@@ -35,18 +36,32 @@ if TYPE_CHECKING:
 _BATCH_KEYS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "input_features", "input_values")
 
 
-class _Call(NamedTuple):
-    """The call of an attached model that is under way in this context."""
+class Call:
+    """The call of an attached model that is under way in this context.
 
-    lora: AttachedModel
-    rows: int | None  # of its batch, None where it could not be told
-    active: ActiveTokens | None  # where the route's adapters do not begin with the row
+    Attributes:
+        rows: Of its batch; None where it could not be told.
+        active: Where the route's adapters begin, if not with the row.
+        plain: The route, if a linear layer has nothing else to do than to run the kernel of its plan; else None.
+        threads: torch's, as the call began.
+    """
+
+    __slots__ = ("active", "lora", "plain", "rows", "threads")
+
+    def __init__(self, lora: AttachedModel, route: Route | None, rows: int | None, active: ActiveTokens | None) -> None:
+        self.lora = lora
+        self.rows = rows
+        self.active = active
+        has_more = route is None or route.per_token or route.activation is not None or bool(route.replaced)
+        self.plain = None if has_more or rows is None or is_tracing() else route
+        self.threads = torch.get_num_threads()
 
 
 # Fewer tokens are decode, where x is in the cache anyway and the extra call costs more than it saves (docs/performance.md).
 SHARED_FROM = 64
 
-_CALL: ContextVar[_Call | None] = ContextVar("hotslot_call", default=None)
+CALL: ContextVar[Call | None] = ContextVar("hotslot_call", default=None)
+"""The innermost call of an attached model in this context."""
 
 
 class _Generating(NamedTuple):
@@ -57,23 +72,6 @@ class _Generating(NamedTuple):
 
 
 _GENERATING: ContextVar[tuple[_Generating, ...]] = ContextVar("hotslot_generating", default=())
-
-
-class Inert:
-    """What the copy of a hook becomes; `remove_inert` takes it out."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-
-class Attached:
-    """What stays on the model that it was put onto: a deepcopy leaves an `Inert` behind, a pickle is refused."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a model with hotslot attached cannot be pickled; call detach() first, or save its state_dict()")
 
 
 class SiteHook(Attached):
@@ -103,19 +101,26 @@ class SiteHook(Attached):
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> Any:
         """The layer's output with the adapters' part, or None where it was changed in place or not at all."""
+        x = args[0] if args else next(iter(kwargs.values()))
+        # In place only on an output that nobody else can hold: no view, and no other hook that may have kept it.
+        fresh = not is_compiling() and len(module._forward_hooks) == 1 and not out._is_view()
+        changed = self.added(out, x, fresh=fresh)
+        return None if changed is out else changed
+
+    def added(self, out: torch.Tensor, x: torch.Tensor, *, fresh: bool) -> torch.Tensor:
+        """`out` plus this site's adapters under the current route; `out` itself where nothing is added, or `fresh` allows it.
+
+        Raises:
+            RouteError, DeviceError: As `apply`.
+        """
         if is_compiling() or is_tracing():
-            return compiled_apply(out, args[0] if args else next(iter(kwargs.values())), self.uid)
-        # Most calls end in one of the next three lines; each look-up here is paid at every layer of every step.
+            return compiled_apply(out, x, self.uid)
         route = CURRENT.get()
         if route is not None and (route.lora is not self.lora or not route._entered):
             route = current_route(self.lora)
         if route is None or route.plan.is_base:
-            return None
-        x = args[0] if args else next(iter(kwargs.values()))
-        # In place only on an output that nobody else can hold: no view, and no other hook that may have kept it.
-        fresh = len(module._forward_hooks) == 1 and not out._is_view()
-        changed = self.apply(out, x, route, fresh=fresh)
-        return None if changed is out else changed
+            return out
+        return self.apply(out, x, route, fresh=fresh)
 
     def apply(self, out: torch.Tensor, x: torch.Tensor, route: Route, *, fresh: bool) -> torch.Tensor:
         """`out` plus this site's adapters for `x` ([..., in]); `out` itself where `fresh` allows it.
@@ -161,7 +166,7 @@ class SiteHook(Attached):
         return out
 
     def _active_plan(self, x: torch.Tensor, route: Route) -> Plan:
-        call = _CALL.get()
+        call = CALL.get()
         if call is None or call.lora is not self.lora or call.active is None:
             raise RouteError(
                 f"{self.path} was called outside a call of the attached model (or from a compiled graph), and its route has rows "
@@ -171,7 +176,7 @@ class SiteHook(Attached):
 
     def check(self, x: torch.Tensor, out: torch.Tensor, route: Route) -> None:
         """Refuse tensors that do not fit the route or the pool, before any compute."""
-        call = _CALL.get()
+        call = CALL.get()
         seen = call.rows if call is not None and call.lora is self.lora else None
         # Nearly every call ends here: inside a call whose rows the gate has compared, with the batch first.
         is_usual = seen is not None and x.dim() - self.feature_dims == 2 and x.size(0) == seen and not self.is_tower
@@ -223,9 +228,10 @@ class CallGate:
     Not a pair of hooks: the second of a pair is skipped by a KeyboardInterrupt, and the route would stay open.
     """
 
-    def __init__(self, lora: AttachedModel, forward: Callable[..., Any]) -> None:
+    def __init__(self, lora: AttachedModel, forward: Callable[..., Any], forwards: Sequence[InstanceForward]) -> None:
         functools.update_wrapper(self, forward)
         self._lora = lora
+        self._forwards = forwards
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,6 +254,12 @@ class CallGate:
         route = current_route(self._lora)
         if route is None and self._lora.unrouted == "error":
             raise RouteError(f"{self._lora!r} was called outside any route and unrouted='error' was set; enter route(rows) first")
+        for forward in self._forwards:
+            if not forward.is_in_place:
+                raise RouteError(
+                    f"the forward of {forward.path} was replaced after attach, so its adapters could be left out; detach, patch "
+                    "the model, then attach again"
+                )
         rows = checked_rows(route, args, kwargs, may_multiply=is_generating(route))
         sequence = active = None
         if route is not None and route.activation is not None and not route.plan.is_base:
@@ -255,11 +267,11 @@ class CallGate:
             offset = 0 if cache is None else int(cache.get_seq_length())
             sequence = _sequence(route, route.activation, token_ids(args, kwargs), offset, cache)
             active = _active_tokens(route, rows, args, kwargs, sequence, offset)
-        token = _CALL.set(_Call(self._lora, rows, active))
+        token = CALL.set(Call(self._lora, route, rows, active))
         try:
             out = self.forward(*args, **kwargs)
         finally:
-            _CALL.reset(token)
+            CALL.reset(token)
         if sequence is not None and route is not None and route.activation is not None:
             _remember_cache(route.activation, sequence, args, kwargs, out)
         return out
@@ -364,17 +376,6 @@ def generating(route: Route | None, sequence: Located | None) -> Iterator[None]:
 def is_generating(route: Route | None) -> bool:
     """Whether `generate` runs under this very route."""
     return any(found.route is route for found in _GENERATING.get())
-
-
-def remove_inert(model: torch.nn.Module) -> None:
-    """Take out what the hooks of an attached model became in a copy of it."""
-    for module in model.modules():
-        hooks = module._forward_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, Inert)]:
-            del hooks[key]
-            module._forward_hooks_with_kwargs.pop(key, None)
-        if isinstance(module.__dict__.get("forward"), Inert):
-            del module.__dict__["forward"]
 
 
 _forks = 0

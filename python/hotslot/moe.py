@@ -7,17 +7,17 @@ calls the module's own; nothing of it is part of a state_dict, and `detach` take
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from .attached import InstanceForward
 from .errors import RouteError
-from .hooks import Attached, SiteHook
+from .hooks import SiteHook
 from .routing import current_route
 
 if TYPE_CHECKING:
@@ -25,23 +25,8 @@ if TYPE_CHECKING:
     from .routing import Route
 
 
-class InstanceForward(Attached, ABC):
-    """A `forward` put onto one module."""
-
-    def __init__(self, lora: AttachedModel, module: torch.nn.Module) -> None:
-        functools.update_wrapper(self, module.forward)
-        self._lora = lora
-        self._module = module
-        self._before = module.__dict__.get("forward")
-        self._own: Callable[..., Any] = module.forward
-        module.__dict__["forward"] = self
-
-    def remove(self) -> None:
-        """Give the module its own forward back."""
-        if self._before is None:
-            self._module.__dict__.pop("forward", None)
-        else:
-            self._module.__dict__["forward"] = self._before
+class RoutedForward(InstanceForward):
+    """One that runs the module itself and then more, under a route with adapters."""
 
     # The route is known only when the graph runs: a compiled graph breaks here.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -57,11 +42,11 @@ class InstanceForward(Attached, ABC):
         """What the module returns under a route with adapters."""
 
 
-class RouterForward(InstanceForward):
+class RouterForward(RoutedForward):
     """Adds the adapters' part to a router's logits, before it picks experts by them."""
 
     def __init__(self, lora: AttachedModel, module: torch.nn.Module, hook: SiteHook) -> None:
-        super().__init__(lora, module)
+        super().__init__(lora, module, hook.path)
         self._hook = hook
 
     def _routed(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,7 +77,7 @@ class _AddToLinear(TorchFunctionMode):
         return out
 
 
-class ExpertsForward(InstanceForward):
+class ExpertsForward(RoutedForward):
     """Runs the routed experts of rows whose adapters change them: every (token, expert) pair of such a row, after the rest.
 
     The module's own forward serves the whole batch first, whatever implementation it has (eager, batched, grouped), so that the
@@ -100,13 +85,12 @@ class ExpertsForward(InstanceForward):
     """
 
     def __init__(self, lora: AttachedModel, module: torch.nn.Module, path: str, hooks: dict[tuple[int, str], SiteHook]) -> None:
-        super().__init__(lora, module)
-        self._path = path
+        super().__init__(lora, module, path)
         self._hooks = hooks
 
     def _routed(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._own(*args, **kwargs)
-        adapted = [any(self._path in route.contents[slot].experts for slot, _ in entries) for entries in route.rows]
+        adapted = [any(self.path in route.contents[slot].experts for slot, _ in entries) for entries in route.rows]
         if not any(adapted):
             return out
         x, index, weights = _expert_arguments(args, kwargs)
@@ -114,7 +98,7 @@ class ExpertsForward(InstanceForward):
         self._hooks[0, "down_proj"].check(x, out, route)
         flat, tokens = out.reshape(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
         parts = []
-        for row, begin, end in route.spans(len(flat), self._path):
+        for row, begin, end in route.spans(len(flat), self.path):
             span = slice(begin, end)
             parts.append(self._row(row, route, tokens[span], index[span], weights[span]) if adapted[row] else flat[span])
         return torch.cat(parts).view(out.shape)

@@ -108,6 +108,12 @@ pub(crate) fn expand(plan: &Plan, shrunk: &Shrunk, member: usize, out: Rows, thr
     unsafe { kernels::expand(plan, shrunk, member, out, Exec::new(threads)) }
 }
 
+/// [`kernels::set_team`] by an address of Python's.
+pub(crate) fn set_team(parallel: usize) {
+    // SAFETY: the contract of `use_openmp_team` in Python.
+    unsafe { kernels::set_team(with_exposed_provenance_mut(parallel)) }
+}
+
 fn value(what: &'static str, found: String, expected: &str) -> Error {
     Error::Value { what, found, expected: expected.to_owned() }
 }

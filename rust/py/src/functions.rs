@@ -158,3 +158,15 @@ pub(crate) fn kernel_isa() -> &'static str {
         Isa::Neon => "neon",
     }
 }
+
+/// Lets the kernels of this process run on the threads of an OpenMP runtime: the one that the base model's products use.
+///
+/// Safety: `address` is that of a `GOMP_parallel` in a library that stays loaded.
+///
+/// Args:
+///     address: The function's address; 0 ends it.
+#[pyfunction]
+#[pyo3(signature = (address, /))]
+pub(crate) fn use_openmp_team(address: usize) {
+    crate::address::set_team(address);
+}

@@ -31,7 +31,7 @@ mod _core {
     #[pymodule_export]
     use crate::functions::{
         adapter_id_hash, check_adapter_name, extras_nbytes, kernel_isa, module_slot_offsets, pool_slot_bytes,
-        routed_prefill_slot_of, row_cache_id, select_victim_slot, tables_bytes,
+        routed_prefill_slot_of, row_cache_id, select_victim_slot, tables_bytes, use_openmp_team,
     };
     #[pymodule_export]
     use crate::kernel::{SharedShrink, SiteKernel};

@@ -8,7 +8,7 @@ use super::plan::{Plan, Segment};
 use super::work::{BLOCK, Block, Buffer, EpilogueJob, ExpandJob, Member, SCRATCH, ShrinkJob};
 use super::{
     ActDtype, Exec, Input, Output, epilogue as epilogue_kernel, expand as expand_kernel, pool, scalar::Scalar,
-    shrink as shrink_kernel,
+    shrink as shrink_kernel, team,
 };
 
 /// An instruction set that the kernels are compiled for. The bits of the result are the same in all of them.
@@ -171,7 +171,7 @@ pub(super) unsafe fn apply(member: &Member, plan: &Plan, tokens_per_row: usize, 
             }
         });
     };
-    for_each_block(plan, tokens_per_row, threads_for(member.work, plan, x.num_tokens, exec), &run);
+    for_each_block(plan, tokens_per_row, Shares::of(member.work, member.bytes, plan, tokens_per_row, exec), &run);
 }
 
 /// The first half, for all members of a group.
@@ -187,6 +187,7 @@ pub(super) unsafe fn shrink_group(
 ) {
     let kernels = exec.isa.kernels();
     let work = members.iter().map(|(member, _)| member.work).sum();
+    let bytes = members.iter().map(|(member, _)| member.bytes).sum();
     let members = &*members;
     let run = |segment: usize, first: usize, block: Block| {
         SCRATCH.with_borrow_mut(|scratch| {
@@ -208,7 +209,7 @@ pub(super) unsafe fn shrink_group(
             }
         });
     };
-    for_each_block(plan, tokens_per_row, threads_for(work, plan, x.num_tokens, exec), &run);
+    for_each_block(plan, tokens_per_row, Shares::of(work, bytes, plan, tokens_per_row, exec), &run);
 }
 
 /// The second half, for one member.
@@ -217,7 +218,6 @@ pub(super) unsafe fn shrink_group(
 /// As [`super::expand`]; `h` was made for this plan and these tokens per row.
 pub(super) unsafe fn expand(member: &Member, h: &Buffer, plan: &Plan, tokens_per_row: usize, out: Output, exec: Exec) {
     let kernels = exec.isa.kernels();
-    let num_tokens = member.spans.iter().map(|span| span.num_tokens).sum();
     let run = |segment: usize, first: usize, block: Block| {
         let span = member.spans[segment];
         if span.is_empty() {
@@ -237,48 +237,69 @@ pub(super) unsafe fn expand(member: &Member, h: &Buffer, plan: &Plan, tokens_per
             }
         });
     };
-    for_each_block(plan, tokens_per_row, threads_for(member.work, plan, num_tokens, exec), &run);
+    for_each_block(plan, tokens_per_row, Shares::of(member.work, member.bytes, plan, tokens_per_row, exec), &run);
 }
 
-/// Multiply-adds below which waking a helper costs more than it gives.
-const PARALLEL_WORK: usize = 4 << 20;
+/// How the tokens of a call are shared out: in chunks, to whoever is free.
+#[derive(Clone, Copy, Debug)]
+struct Shares {
+    threads: usize,
+    /// Consecutive tokens in the order of the segments; their bits do not depend on where they are cut.
+    chunk: usize,
+}
 
-/// Tokens per segment from which a call is bound by arithmetic and not by reading the weights, which one core does alone.
-const PARALLEL_TOKENS: usize = 8;
+/// Multiply-adds from which blocks are handed out one by one, if there are so many tokens to a segment that arithmetic counts more than
+/// reading the weights.
+const BLOCKS_WORK: usize = 4 << 20;
+const BLOCKS_TOKENS: usize = 8;
 
-fn threads_for(work: usize, plan: &Plan, num_tokens: usize, exec: Exec) -> usize {
-    if work < PARALLEL_WORK || num_tokens < PARALLEL_TOKENS * plan.segments().len() { 1 } else { exec.threads }
+/// Bytes of weights that a second core must have to read for a call of the team to gain anything.
+const TEAM_BYTES: usize = 256 << 10;
+
+impl Shares {
+    fn of(work: usize, bytes: usize, plan: &Plan, tokens_per_row: usize, exec: Exec) -> Self {
+        let segments = plan.segments();
+        let num_tokens = tokens_per_row * segments.iter().map(|segment| segment.len).sum::<usize>();
+        let threads = exec.threads;
+        if threads > 1 && work >= BLOCKS_WORK && num_tokens >= BLOCKS_TOKENS * segments.len() {
+            Self { threads, chunk: BLOCK }
+        } else if threads > 1 && num_tokens > 1 && bytes >= TEAM_BYTES && team::is_set() {
+            // A part for each thread, in which its stream of weights goes on from segment to segment.
+            Self { threads, chunk: num_tokens.div_ceil(threads) }
+        } else {
+            Self { threads: 1, chunk: num_tokens }
+        }
+    }
 }
 
 /// Calls `run(segment, first, block)` for every block of every segment; `first` is the block's first token in its segment.
-fn for_each_block(plan: &Plan, tokens_per_row: usize, threads: usize, run: &(dyn Fn(usize, usize, Block) + Sync)) {
-    if threads == 1 {
-        let mut lists = Lists { tokens: [0; BLOCK], rows: [0; BLOCK] };
-        for (index, segment) in plan.segments().iter().enumerate() {
-            let num_tokens = segment.len * tokens_per_row;
-            for first in (0..num_tokens).step_by(BLOCK) {
-                run(index, first, lists.fill(plan, *segment, tokens_per_row, first, BLOCK));
-            }
-        }
-        return;
-    }
-    let blocks = |segment: &Segment| (segment.len * tokens_per_row).div_ceil(BLOCK);
+fn for_each_block(plan: &Plan, tokens_per_row: usize, shares: Shares, run: &(dyn Fn(usize, usize, Block) + Sync)) {
+    let num_tokens = |segment: &Segment| segment.len * tokens_per_row;
+    let chunks = plan.segments().iter().map(num_tokens).sum::<usize>().div_ceil(shares.chunk.max(1));
     let next = AtomicUsize::new(0);
-    pool::run(threads, &|| {
+    let job = || {
         let mut lists = Lists { tokens: [0; BLOCK], rows: [0; BLOCK] };
-        // Segments before `index` have `passed` blocks.
-        let (mut index, mut passed) = (0, 0);
         loop {
-            let block = next.fetch_add(1, Ordering::Relaxed);
-            while index < plan.segments().len() && block >= passed + blocks(&plan.segments()[index]) {
-                passed += blocks(&plan.segments()[index]);
-                index += 1;
+            let chunk = next.fetch_add(1, Ordering::Relaxed);
+            if chunk >= chunks {
+                return;
             }
-            let Some(segment) = plan.segments().get(index) else { return };
-            let first = (block - passed) * BLOCK;
-            run(index, first, lists.fill(plan, *segment, tokens_per_row, first, BLOCK));
+            let (start, mut before) = (chunk * shares.chunk, 0);
+            for (index, segment) in plan.segments().iter().enumerate() {
+                let from = start.saturating_sub(before);
+                let to = num_tokens(segment).min((start + shares.chunk).saturating_sub(before));
+                for first in (from..to).step_by(BLOCK) {
+                    run(index, first, lists.fill(plan, *segment, tokens_per_row, first, BLOCK.min(to - first)));
+                }
+                before += num_tokens(segment);
+            }
         }
-    });
+    };
+    if shares.threads == 1 {
+        job();
+    } else if !team::run(shares.threads, &job) {
+        pool::run(shares.threads, &job);
+    }
 }
 
 /// Room for a block's lists.

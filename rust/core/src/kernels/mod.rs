@@ -27,6 +27,7 @@ mod plan;
 mod pool;
 mod scalar;
 mod shrink;
+mod team;
 mod work;
 
 #[cfg(target_arch = "aarch64")]
@@ -38,6 +39,7 @@ use std::cell::RefCell;
 
 pub use dispatch::Isa;
 pub use plan::{Plan, RowEntry};
+pub use team::set_team;
 
 use crate::error::{Error, Result};
 use crate::layout::Dtype;
@@ -144,7 +146,8 @@ unsafe impl Sync for Output {}
 /// How a call runs. Its bits do not depend on it.
 #[derive(Clone, Copy, Debug)]
 pub struct Exec {
-    /// Threads at most, the calling one included. More than one is used only where it pays: prefill, not decode.
+    /// Threads at most, the calling one included. More than one is used only where it pays: prefill, and decode that reads much
+    /// where there is a team ([`set_team`]).
     pub threads: usize,
     /// The instruction set.
     pub isa: Isa,

@@ -55,7 +55,6 @@ pub(super) struct Span {
     pub width: usize,
     /// Where its h begins.
     pub h: usize,
-    pub num_tokens: usize,
 }
 
 impl Span {
@@ -79,6 +78,8 @@ pub(super) struct Member {
     pub h_len: usize,
     /// Multiply-adds of the call.
     pub work: usize,
+    /// Bytes of A and B that it reads.
+    pub bytes: usize,
 }
 
 impl Member {
@@ -92,6 +93,7 @@ impl Member {
             spans: Vec::new(),
             h_len: 0,
             work: 0,
+            bytes: 0,
         }
     }
 
@@ -108,6 +110,7 @@ impl Member {
         self.spans.clear();
         self.h_len = 0;
         self.work = 0;
+        self.bytes = 0;
         for segment in plan.segments() {
             let (first_part, first_effect) = (self.parts.len(), self.effects.len());
             let mut width = 0;
@@ -143,10 +146,10 @@ impl Member {
                 num_effects,
                 width,
                 h: self.h_len,
-                num_tokens,
             });
             self.h_len += num_tokens * width;
             self.work += num_tokens * width * (site.in_features + site.out_features);
+            self.bytes += width * (site.in_features + site.out_features) * site.weight_dtype.size();
             self.work += num_tokens * num_effects * site.out_features;
         }
     }

@@ -1,6 +1,9 @@
 //! A row's bits depend on nothing but the row.
 
-use hotslot_core::kernels::{ActDtype, Exec, Plan, RowEntry, Shrunk, SiteView, expand, shrink_group};
+use std::ffi::{c_uint, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use hotslot_core::kernels::{ActDtype, Exec, Plan, RowEntry, Shrunk, SiteView, expand, set_team, shrink_group};
 use hotslot_core::layout::Dtype;
 
 use super::rows::{Random, Rows};
@@ -82,6 +85,48 @@ fn a_row_has_the_same_bits_on_any_number_of_threads() {
                     assert!(one.bits() == many.bits(), "{isa:?} {activation:?}, {threads} threads");
                 }
             }
+        }
+    }
+}
+
+/// A runtime's `GOMP_parallel` that gives fewer threads than it is asked for, and counts its calls.
+extern "C" fn stingy_team(job: extern "C" fn(*mut c_void), data: *mut c_void, num_threads: c_uint, _flags: c_uint) {
+    TEAM_CALLS.fetch_add(1, Ordering::Relaxed);
+    let data = data.addr();
+    std::thread::scope(|scope| {
+        for _ in 1..num_threads.min(3) {
+            scope.spawn(move || job(std::ptr::with_exposed_provenance_mut(data)));
+        }
+        job(std::ptr::with_exposed_provenance_mut(data));
+    });
+}
+
+static TEAM_CALLS: AtomicUsize = AtomicUsize::new(0);
+
+#[test]
+fn a_row_has_the_same_bits_on_the_threads_of_a_team() {
+    let mut random = Random(60);
+    let site = Site::random(&mut random, 1500, 1300, &[16, 8, 0, 40, 64], Dtype::Bf16);
+    for tokens_per_row in [1, 2, 170] {
+        for slots in [vec![0, 3, -1, 1, 2, 4], vec![3, 4], vec![4], vec![-1, -1, -1, 0, 3, 4, 4, 4]] {
+            let plan = plan_of(&site, &single(&slots));
+            let x = Rows::random(&mut random, slots.len() * tokens_per_row, site.k, 0, ActDtype::F32);
+            let base = Rows::random(&mut random, slots.len() * tokens_per_row, site.n, 0, ActDtype::F32);
+            let one = run(&site, &plan, &x, &base, Exec::new(1));
+            let calls = TEAM_CALLS.load(Ordering::Relaxed);
+            // SAFETY: a function of this program, with that signature.
+            unsafe { set_team(stingy_team as *mut c_void) };
+            for threads in [2, 3, 8] {
+                let many = run(&site, &plan, &x, &base, Exec::new(threads));
+                assert!(one.bits() == many.bits(), "{slots:?} x {tokens_per_row}, {threads} threads");
+            }
+            // SAFETY: null takes the team away.
+            unsafe { set_team(std::ptr::null_mut()) };
+            let is_asked = TEAM_CALLS.load(Ordering::Relaxed) > calls;
+            assert!(
+                is_asked || slots.len() * tokens_per_row == 1,
+                "{slots:?} x {tokens_per_row}: the team was not asked"
+            );
         }
     }
 }
