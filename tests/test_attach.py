@@ -495,6 +495,11 @@ def test_a_decode_step_has_the_bits_of_the_reference_path(length: int, threads: 
         with torch.no_grad(), lora.route(["a", hotslot.BASE, "b"]):
             logits(model, prompts(3, length))
             assert torch.equal(layer(seen[0]), outs[0])
+        packed = [name for name in ("a", hotslot.BASE, "b") for _ in range(length)]
+        with torch.no_grad(), lora.route(tokens=packed):
+            assert torch.equal(layer(seen[0].view(1, 3 * length, -1)).view_as(outs[0]), outs[0])
+            logits(model, prompts(1, 3 * length))
+            assert torch.equal(layer(seen[-1]), outs[-1])
     finally:
         torch.set_num_threads(before)
         handle.remove()

@@ -52,7 +52,7 @@ class Call:
         self.lora = lora
         self.rows = rows
         self.active = active
-        has_more = route is None or route.per_token or route.activation is not None or bool(route.replaced)
+        has_more = route is None or route.activation is not None or bool(route.replaced)
         self.plain = None if has_more or rows is None or is_tracing() else route
         self.threads = torch.get_num_threads()
 

@@ -14,15 +14,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
 from .attached import InstanceForward
-from .hooks import CALL, SiteHook
+from .hooks import CALL, SHARED_FROM, SiteHook
 from .ops import DTYPE_CODES, compiled_apply
 from .routing import CURRENT
 
 if TYPE_CHECKING:
     from .model import AttachedModel
-
-# Tokens of a row up to which a call is a decode step.
-_DECODE_LENGTH = 4
 
 
 class LinearForward(InstanceForward):
@@ -60,10 +57,10 @@ class LinearForward(InstanceForward):
                     return out
                 # `out` is fresh and contiguous if `input` is.
                 shape, code = input.shape, DTYPE_CODES.get(out.dtype)
+                tokens = shape[0] * shape[1] if len(shape) == 3 else SHARED_FROM
                 if (
-                    len(shape) == 3
-                    and shape[0] == call.rows
-                    and shape[1] <= _DECODE_LENGTH
+                    tokens < SHARED_FROM
+                    and (tokens == route.num_rows if route.per_token else shape[0] == call.rows)
                     and code is not None
                     and input.dtype is out.dtype
                     and input.is_cpu
@@ -71,7 +68,7 @@ class LinearForward(InstanceForward):
                     and not out.requires_grad
                     and forward_ad._current_level < 0
                 ):
-                    tokens, k, n = shape[0] * shape[1], self._in_features, self._out_features
+                    k, n = self._in_features, self._out_features
                     self._add(plan, input.data_ptr(), out.data_ptr(), tokens, k, n, code, call.threads)
                     return out
         return self._hook.added(out, input, fresh=True)
