@@ -1,6 +1,6 @@
 //! Threads that help with a prefill: they sleep until there is a job, and never spin.
 //!
-//! A second pool beside torch's costs decode more than it gains, so the callers use this one only for work that is bound by
+//! It serves where there is no team (see `team`). Waking a helper costs too much for decode, so it is used only for work that is bound by
 //! arithmetic. A caller takes part in its own job and never waits for a helper that has not woken up yet.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
