@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use crate::config::PeftAdapterConfig;
 use crate::content::Content;
 use crate::extras::ExtraInput;
+use crate::header::PackedHeader;
 use crate::identity::{CacheId, Digest};
 use crate::layout::{Layout, Site, SiteKind, SlotBases};
 use crate::module::{LoraModule, expert_of_path};
@@ -119,6 +120,7 @@ pub struct Resident {
     /// What it holds, and where.
     pub content: Content,
     cache_id: OnceLock<CacheId>,
+    packed_header: OnceLock<PackedHeader>,
     overlay_raw: Mutex<Option<Arc<OverlayRawSlot>>>,
 }
 
@@ -131,6 +133,7 @@ impl Resident {
             config: Arc::new(config),
             content: Content::default(),
             cache_id: OnceLock::new(),
+            packed_header: OnceLock::new(),
             overlay_raw: Mutex::new(None),
         }
     }
@@ -164,6 +167,16 @@ impl Resident {
     /// Remembers the content's identity. Only the first call counts; says whether the identity is now the given one.
     pub fn set_cache_id(&self, cache_id: CacheId) -> bool {
         *self.cache_id.get_or_init(|| cache_id) == cache_id
+    }
+
+    /// What is said of the content in packed form, once somebody computed its checksums.
+    pub(crate) fn packed_header(&self) -> Option<&PackedHeader> {
+        self.packed_header.get()
+    }
+
+    /// Remembers it. Only the first call counts.
+    pub(crate) fn keep_packed_header(&self, header: PackedHeader) -> &PackedHeader {
+        self.packed_header.get_or_init(|| header)
     }
 
     /// The layers of this adapter in a slot that begins at `bases`.

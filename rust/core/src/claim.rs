@@ -56,12 +56,13 @@ pub struct Claim {
 
 impl Claim {
     pub(crate) fn begin(weights: &LoraWeights, room: Room<'_>) -> Result<Self> {
-        weights.check_alive()?;
+        weights.check_writable()?;
         let ticket = weights.registry().claim(room)?;
         Self::with_ticket(weights, ticket)
     }
 
-    /// Zeroes the cells, so that nothing of the old adapter can be read while the slot is written.
+    /// Zeroes the cells once the last holders' kernels have run, so that nothing of the old adapter can be read while the slot is
+    /// written.
     pub(crate) fn with_ticket(weights: &LoraWeights, ticket: Ticket) -> Result<Self> {
         let slot = ticket.slot();
         let mut claim = Self { weights: weights.clone(), ticket: Some(ticket), slot, has_zero_cells: false };
@@ -122,7 +123,11 @@ impl Claim {
         resident.content = staged.content().clone();
         let cells = self.weights.cells_of(&resident, self.slot);
         self.has_zero_cells = false;
-        self.weights.refresh_slot_tables(self.slot, &cells)?;
+        let refreshed = self.weights.refresh_slot_tables(self.slot, &cells);
+        if refreshed.is_err() {
+            self.weights.note_stray_cells();
+        }
+        refreshed?;
         if let Some(rows) = staged.overlay_raw().filter(|_| arrival == Arrival::Startup) {
             self.weights.keep_overlay_raw(&resident, rows);
         }

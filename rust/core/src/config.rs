@@ -1,5 +1,7 @@
 //! What the core needs to know of a model and of an adapter's settings.
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::Error;
 use crate::layout::Site;
 use crate::module::LoraModule;
@@ -190,7 +192,8 @@ impl ModelConfig {
 /// assert_eq!(rank_stabilised.scaling(), 8.0);
 /// # Ok::<(), hotslot_core::error::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PeftAdapterConfig {
     /// Rank of modules that no pattern names.
     pub r: usize,

@@ -2,6 +2,7 @@
 
 use crate::adapter::LoraPair;
 use crate::extras::{Extra, ExtraPart};
+use crate::identity::Fingerprint;
 use crate::layout::{Layout, SiteOffsets, SlotBases};
 use crate::tables::SlotCells;
 
@@ -38,6 +39,10 @@ pub struct Content {
     pub extras: Vec<Extra>,
     /// Bytes that it uses.
     pub nbytes: u64,
+    /// Elements that were rounded on their way in.
+    pub num_rounded: usize,
+    /// The base's parameters that some of it was worked out from, where that is known.
+    pub base: Option<Fingerprint>,
 }
 
 impl Content {

@@ -46,6 +46,20 @@ pub(crate) fn convert(src: &[u8], from: SourceDtype, dst: &mut [u8], to: Dtype) 
     }
 }
 
+/// Whether no element is NaN or infinite.
+pub(crate) fn is_all_finite(bytes: &[u8], dtype: Dtype) -> bool {
+    match dtype {
+        Dtype::F32 => bytes
+            .as_chunks()
+            .0
+            .chunks(1 << 12)
+            .all(|chunk| !chunk.iter().fold(false, |bad, bytes| bad | is_special_f32(u32::from_le_bytes(*bytes)))),
+        Dtype::Bf16 => bytes.as_chunks().0.chunks(1 << 12).all(|chunk| {
+            !chunk.iter().fold(false, |bad, bytes| bad | is_special_f32(u32::from(u16::from_le_bytes(*bytes)) << 16))
+        }),
+    }
+}
+
 /// The value of the element at `index`.
 pub(crate) fn element(src: &[u8], dtype: SourceDtype, index: usize) -> f32 {
     let bytes = &src[index * dtype.size()..][..dtype.size()];

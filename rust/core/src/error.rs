@@ -86,6 +86,56 @@ pub enum Error {
         max_rank: usize,
     },
 
+    /// A packed adapter is not what it claims to be (`AdapterFileError`).
+    #[error("packed adapter: found {what} {found}; expected {expected}; pack or fetch it again")]
+    Packed {
+        /// The field, or the part of its bytes.
+        what: &'static str,
+        /// What was found there.
+        found: String,
+        /// What a good one has there.
+        expected: String,
+    },
+
+    /// A packed adapter was made for a pool with other sites, another element type or another base (`AdapterShapeError`).
+    #[error("packed adapter at {site:?}: found {found}; expected {expected}; it was packed for another model or pool")]
+    PackedSite {
+        /// The site's module path, or what of the pool differs.
+        site: String,
+        /// What the packed adapter has.
+        found: String,
+        /// What the pool has.
+        expected: String,
+    },
+
+    /// A tier has no room for a copy (`TierError`).
+    #[error(
+        "{tier} tier: found {needed} bytes to keep and {room} of room; expected at most that; give it a larger budget"
+    )]
+    TierRoom {
+        /// `"host"` or `"disk"`.
+        tier: &'static str,
+        /// Bytes of the copy.
+        needed: u64,
+        /// Bytes that could be made free for it.
+        room: u64,
+    },
+
+    /// The disk cache could not be read or written (`TierError`).
+    #[error(
+        "disk cache {path:?}: {call} failed: {found}; expected a folder of our own with room; the cache is as it was"
+    )]
+    DiskCache {
+        /// The file or folder.
+        path: String,
+        /// What was tried.
+        call: &'static str,
+        /// The operating system's text.
+        found: String,
+        /// Its error number; 0 if it has none.
+        code: i32,
+    },
+
     /// What an adapter holds beside its blocks does not fit a slot's place among the extras (`PoolError`).
     #[error(
         "the adapter needs {needed} bytes for what it holds beside A and B; found room for {room} in a slot; \
@@ -192,6 +242,22 @@ pub enum Error {
         sticky: bool,
     },
 
+    /// There is no driver, or no such device (`DeviceError`).
+    #[error(
+        "no CUDA device ({device}): {call} said {detail} (code {code}); expected an NVIDIA driver with that device; \
+         install the driver, choose another device, or keep the model on the CPU"
+    )]
+    NoDevice {
+        /// The device that was asked for, as `cuda:0`.
+        device: String,
+        /// The call that failed, by the name of the driver's function, or `dlopen`.
+        call: &'static str,
+        /// The driver's code; 0 where it was not the driver that spoke.
+        code: i32,
+        /// What was said.
+        detail: String,
+    },
+
     /// The pool's records contradict each other: a bug of this crate, or foreign writes into its memory (`PoolError`).
     #[error("the pool is damaged: found {}; expected words, directory and tables to agree; build a new pool and report this", problems.join("; "))]
     Integrity {
@@ -234,6 +300,16 @@ impl Error {
     /// [`Error::Value`] from anything that can be shown.
     pub(crate) fn value(what: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
         Self::Value { what, found: found.to_string(), expected: expected.into() }
+    }
+
+    /// [`Error::Packed`] from anything that can be shown.
+    pub(crate) fn packed(what: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
+        Self::Packed { what, found: found.to_string(), expected: expected.into() }
+    }
+
+    /// [`Error::PackedSite`].
+    pub(crate) fn packed_site(site: &str, found: String, expected: String) -> Self {
+        Self::PackedSite { site: site.to_owned(), found, expected }
     }
 
     /// [`Error::AdapterConfig`] from anything that can be shown.

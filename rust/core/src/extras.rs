@@ -126,6 +126,8 @@ pub struct Extra {
     pub cols: usize,
     /// The token of each row, for [`ExtraPart::Rows`].
     pub ids: Arc<[u32]>,
+    /// Whether it was worked out from what the adapter says and the base model, and so is right beside that base alone.
+    pub derived: bool,
 }
 
 impl Extra {

@@ -110,6 +110,67 @@ impl FromStr for CacheId {
     }
 }
 
+impl CacheId {
+    /// The id of what the adapter of this id becomes when it is taken from a pool of one element type into one of another.
+    #[must_use]
+    pub fn converted(self, from: Dtype, to: Dtype) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        field(&mut hasher, b"hotslot converted cache id 1");
+        for part in [&self.to_string(), from.name(), to.name()] {
+            field(&mut hasher, part.as_bytes());
+        }
+        Self(Some(*hasher.finalize().as_bytes()))
+    }
+}
+
+/// A blake3 hash of whatever its name says, shown and parsed as 64 hexadecimal digits.
+///
+/// # Examples
+/// ```
+/// use hotslot_core::identity::Fingerprint;
+///
+/// let of_nothing: Fingerprint = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262".parse()?;
+/// assert_eq!(of_nothing, Fingerprint::of(b""));
+/// # Ok::<(), hotslot_core::Error>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Fingerprint([u8; 32]);
+
+impl Fingerprint {
+    /// The fingerprint of bytes.
+    #[must_use]
+    pub fn of(bytes: &[u8]) -> Self {
+        blake3::hash(bytes).into()
+    }
+}
+
+impl From<blake3::Hash> for Fingerprint {
+    fn from(hash: blake3::Hash) -> Self {
+        Self(*hash.as_bytes())
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&blake3::Hash::from_bytes(self.0).to_hex())
+    }
+}
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for Fingerprint {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let hash = blake3::Hash::from_hex(text).ok().map(Self::from).filter(|hash| hash.to_string() == text);
+        hash.ok_or_else(|| Error::value("fingerprint", format!("{text:?}"), "64 hexadecimal digits in lower case"))
+    }
+}
+
 /// What a row of a batch computes with, as a key for caches of what it computed.
 ///
 /// `members` are the row's adapters and their weights, in request order; `start` is the first token that they serve, if not
@@ -145,7 +206,7 @@ pub fn row_cache_id(members: &[(CacheId, f32)], start: Option<u64>) -> CacheId {
 }
 
 /// Adds `bytes`, framed by their length.
-fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
+pub(crate) fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
     hasher.update(&(bytes.len() as u64).to_le_bytes());
     hasher.update(bytes);
 }

@@ -73,8 +73,8 @@ impl LoraWeights {
 
     fn read_cell<const SIZE: usize>(&self, table: u64, slot: usize) -> Result<[u8; SIZE]> {
         let mut cell = [0; SIZE];
-        self.memory().copy_d2h(&mut cell, table + (slot * SIZE) as u64, self.compute_stream())?;
-        Ok(cell)
+        let read = self.memory().copy_d2h(&mut cell, table + (slot * SIZE) as u64, self.compute_stream());
+        self.note(read).map(|()| cell)
     }
 
     /// Rewrites one slot's cells, and no other's, from what the pool knows of its adapter. Writers wait.

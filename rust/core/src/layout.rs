@@ -12,9 +12,11 @@
 //! slot's place in a second allocation, each as large as it is, beside all that is neither A nor B (see
 //! [`extras`](crate::extras)).
 
-use std::collections::HashSet;
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
 
 use crate::error::Error;
+use crate::identity::{Fingerprint, field};
 use crate::module::{LoraModule, layer_of_path};
 
 /// Alignment in bytes of each block and of each slot.
@@ -196,6 +198,8 @@ pub struct SiteOffsets {
 #[derive(Clone, Debug)]
 pub struct Layout {
     sites: Vec<Site>,
+    by_path: Arc<HashMap<String, usize>>,
+    id: OnceLock<Fingerprint>,
     offsets: Vec<Option<SiteOffsets>>,
     slot_bytes: u64,
     extras_bytes: u64,
@@ -216,11 +220,11 @@ impl Layout {
         if max_rank == 0 {
             return Err(Error::value("max_rank", 0, "at least 1"));
         }
-        let mut paths = HashSet::with_capacity(sites.len());
+        let mut by_path = HashMap::with_capacity(sites.len());
         let mut offsets = Vec::with_capacity(sites.len());
         let mut end = 0_u64;
-        for site in &sites {
-            if !paths.insert(site.path.as_str()) {
+        for (index, site) in sites.iter().enumerate() {
+            if by_path.insert(site.path.clone(), index).is_some() {
                 return Err(Error::value("site path", &site.path, "each path once"));
             }
             if site.in_features == 0 || site.out_features == 0 {
@@ -238,7 +242,8 @@ impl Layout {
             end = b_bytes.and_then(|bytes| b.checked_add(bytes)).filter(|&end| end < 1 << 63).ok_or_else(too_big)?;
             offsets.push(Some(SiteOffsets { a, b }));
         }
-        Ok(Self { sites, offsets, slot_bytes: end, extras_bytes: 0, max_rank, dtype })
+        let (by_path, id) = (Arc::new(by_path), OnceLock::new());
+        Ok(Self { sites, by_path, id, offsets, slot_bytes: end, extras_bytes: 0, max_rank, dtype })
     }
 
     /// The same layout with a place of at least `bytes` among the extras for each slot.
@@ -262,7 +267,28 @@ impl Layout {
     /// The index of the site at `path`.
     #[must_use]
     pub fn site_index(&self, path: &str) -> Option<usize> {
-        self.sites.iter().position(|site| site.path == path)
+        self.by_path.get(path).copied()
+    }
+
+    /// What two pools have in common if a packed adapter of the one is, byte for byte, one of the other: element type, sites in
+    /// their order, alignment. Neither `max_rank` nor the number of slots nor the room for extras is part of it.
+    pub fn id(&self) -> Fingerprint {
+        *self.id.get_or_init(|| {
+            let mut hasher = blake3::Hasher::new();
+            field(&mut hasher, b"hotslot layout 1");
+            field(&mut hasher, self.dtype.name().as_bytes());
+            let mut number = |number: u64| field(&mut hasher, &number.to_le_bytes());
+            number(BLOCK_ALIGN);
+            number(ROW_ALIGN as u64);
+            number(self.sites.len() as u64);
+            for site in &self.sites {
+                field(&mut hasher, site.path.as_bytes());
+                field(&mut hasher, site.kind.name().as_bytes());
+                field(&mut hasher, &(site.in_features as u64).to_le_bytes());
+                field(&mut hasher, &(site.out_features as u64).to_le_bytes());
+            }
+            hasher.finalize().into()
+        })
     }
 
     /// The offsets of a site's blocks in a slot; `None` for a floating one, which has none.

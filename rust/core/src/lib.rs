@@ -58,13 +58,17 @@
 //! | module | noun |
 //! | --- | --- |
 //! | [`weights`], [`load`], [`route`], [`info`] | [`LoraWeights`](weights::LoraWeights): building, loading, looking up, reading |
+//! | [`shards`] | a pool whose layers lie on several devices |
 //! | [`claim`] | one load in steps, for callers who copy where and when they like |
 //! | [`registry`], [`writer`] | who holds what: the protocol between holders and writers |
 //! | [`slot`], [`directory`], [`lru`], [`selector`] | a slot's word, the names, the victims, the three kinds of -1 |
 //! | [`module`], [`config`], [`layout`], [`tables`] | the model's layers, and where each lies in a slot and in the tables |
 //! | [`source`], [`pack`], [`identity`] | adapters on their way in, checked and digested |
 //! | [`content`], [`extras`], [`overlay`] | what a slot's adapter holds: pairs, and what is neither A nor B |
-//! | [`memory`], [`host`] | devices: a trait, and the host |
+//! | [`packed`], [`header`], [`receive`], [`export`] | an adapter in one piece: from files, from outside, out of a slot |
+//! | [`tiers`], [`block`], [`checksum`] | where packed adapters wait: host memory, disk |
+//! | [`replicas`] | which replicas an adapter prefers |
+//! | [`memory`], [`host`], [`cuda`] | devices: a trait, the host, and GPUs by a driver that is opened at run time |
 //! | [`kernels`] | the formula |
 //! | [`adapters`] | what a server sees of a model |
 //!
@@ -85,14 +89,20 @@
 
 pub mod adapter;
 pub mod adapters;
+pub mod block;
+pub mod checksum;
 pub mod claim;
 pub mod config;
 pub mod content;
 mod convert;
+#[cfg(not(loom))]
+pub mod cuda;
 pub mod directory;
 pub mod error;
+pub mod export;
 pub mod extras;
 mod fit;
+pub mod header;
 pub mod host;
 pub mod identity;
 pub mod info;
@@ -105,15 +115,21 @@ pub mod memory;
 pub mod module;
 pub mod overlay;
 pub mod pack;
+pub mod packed;
 pub mod prelude;
+pub mod receive;
 pub mod registry;
+pub mod replicas;
 pub mod route;
 pub mod selector;
+pub mod shards;
 pub mod slot;
 pub mod source;
 pub mod sync;
 pub mod tables;
+pub mod tiers;
 pub mod weights;
+mod wire;
 pub mod writer;
 
 pub use error::{Error, Result};

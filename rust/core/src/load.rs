@@ -49,9 +49,10 @@ impl LoraWeights {
 
     /// Gives the host memory of a load back for the next one.
     pub fn recycle(&self, staged: Staged<'_>) {
+        let staging = staged.into_staging();
         let mut kept = lock(self.staging());
-        if kept.is_empty() {
-            kept.push(staged.into_staging());
+        if kept.is_empty() && !staging.is_empty() {
+            kept.push(staging);
         }
     }
 
@@ -113,7 +114,7 @@ impl LoraWeights {
     }
 
     /// Finds an adapter that is resident with the very content.
-    fn promote_resident(&self, name: &str, staged: &Staged<'_>, activate: bool) -> Result<Option<Loaded>> {
+    pub(crate) fn promote_resident(&self, name: &str, staged: &Staged<'_>, activate: bool) -> Result<Option<Loaded>> {
         let directory = self.registry().directory();
         let Some(slot) = directory.find(name) else { return Ok(None) };
         let entry = &directory.entries()[slot];
@@ -182,7 +183,7 @@ impl LoraWeights {
     /// [`Error::AdapterNotFound`], or, unless `deferred`, [`Error::SlotBusy`] if it has references. Nothing has changed then.
     /// [`Error::Device`] if the cells could not be zeroed; the slot is empty all the same.
     pub fn unload(&self, name: &str, deferred: bool) -> Result<Unloaded> {
-        self.check_alive()?;
+        self.check_writable()?;
         match self.registry().claim_for_unload(name) {
             Ok(ticket) => {
                 let claim = Claim::with_ticket(self, ticket)?;

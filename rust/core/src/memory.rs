@@ -64,14 +64,14 @@ pub struct Rows {
 
 impl Rows {
     /// Bytes from the first to the last byte at the destination.
-    const fn dst_len(self) -> Option<u64> {
+    pub(crate) const fn dst_len(self) -> Option<u64> {
         match (self.height as u64).saturating_sub(1).checked_mul(self.dst_pitch) {
             Some(before) => before.checked_add(self.width as u64),
             None => None,
         }
     }
 
-    fn check(self, src: &[u8]) -> Result<()> {
+    pub(crate) fn check(self, src: &[u8]) -> Result<()> {
         let needed = self
             .height
             .saturating_sub(1)
@@ -82,6 +82,74 @@ impl Rows {
             Some(needed) if needed <= src.len() => Ok(()),
             _ => Err(Error::value("2-D copy", format!("{self:?} from {} bytes", src.len()), "rows inside the source")),
         }
+    }
+}
+
+/// A moment of a stream: what was enqueued before it may still run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mark {
+    /// An event of the device's.
+    Event {
+        /// The stream, and a number that no other stream ever has.
+        stream: (Stream, u64),
+        /// The event.
+        event: u64,
+    },
+    /// All that was enqueued on any stream: the moment could not be told more exactly.
+    Everything,
+}
+
+impl Mark {
+    /// The event, if it is one.
+    #[must_use]
+    pub const fn event(&self) -> Option<u64> {
+        match self {
+            Self::Event { event, .. } => Some(*event),
+            Self::Everything => None,
+        }
+    }
+}
+
+/// The memory that an owner handed over.
+#[derive(Clone, Debug)]
+pub(crate) struct Regions(Vec<Region>);
+
+impl Regions {
+    /// # Errors
+    /// [`Error::Value`] if a region is empty or at address 0, wraps around, or overlaps another.
+    pub(crate) fn new(regions: &[Region]) -> Result<Self> {
+        for (i, region) in regions.iter().enumerate() {
+            let wraps = region.base.checked_add(region.len).is_none_or(|end| end > usize::MAX as u64);
+            let shared = regions[..i].iter().any(|other| other.overlaps(*region));
+            if region.base == 0 || region.len == 0 || wraps || shared {
+                return Err(Error::value(
+                    "memory region",
+                    format!("[{:#x}, +{})", region.base, region.len),
+                    "a range of memory that is not empty and overlaps no other",
+                ));
+            }
+        }
+        Ok(Self(regions.to_vec()))
+    }
+
+    /// # Errors
+    /// [`Error::Region`] if no region holds all of `[address, address + len)`.
+    pub(crate) fn check(&self, what: &'static str, address: u64, len: u64) -> Result<()> {
+        let part = Region { base: address, len };
+        if self.0.iter().any(|region| region.contains(part)) {
+            return Ok(());
+        }
+        let near = self.0.iter().rev().find(|region| region.base <= address).or(self.0.first());
+        Err(near.copied().unwrap_or(Region { base: 0, len: 0 }).miss(what, part))
+    }
+
+    /// # Errors
+    /// [`Error::Region`] if source or destination of a copy lie outside, or overlap.
+    pub(crate) fn check_apart(&self, dst: u64, src: u64, len: u64) -> Result<()> {
+        self.check("copy_d2d destination", dst, len)?;
+        self.check("copy_d2d source", src, len)?;
+        let (to, from) = (Region { base: dst, len }, Region { base: src, len });
+        if to.overlaps(from) { Err(from.miss("copy_d2d onto itself", to)) } else { Ok(()) }
     }
 }
 
@@ -131,6 +199,42 @@ pub unsafe trait DeviceMemory: Send + Sync {
     /// [`Error::Device`], also for a failure of an earlier call on the stream.
     fn synchronize(&self, stream: Stream) -> Result<()>;
 
+    /// Returns when the device may be written: at once, but for a device that must not be touched now and then.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if waiting here would never end.
+    fn wait_until_writable(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether work may still run when the call that enqueued it has returned, so that readers must be marked.
+    fn is_asynchronous(&self) -> bool {
+        false
+    }
+
+    /// Marks the present moment of a stream in `marks`, in place of an earlier moment of the same stream. Waits for nothing.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; what was marked before stays.
+    fn mark(&self, stream: Stream, marks: &mut Vec<Mark>) -> Result<()> {
+        let _ = (stream, marks);
+        Ok(())
+    }
+
+    /// Lets what is enqueued on `stream` from here on wait for what came before the marks.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn wait_for(&self, stream: Stream, marks: &[Mark]) -> Result<()> {
+        let _ = (stream, marks);
+        Ok(())
+    }
+
+    /// Takes marks back that nobody will wait for any more.
+    fn forget(&self, marks: &mut Vec<Mark>) {
+        marks.clear();
+    }
+
     /// Copies `len` bytes of `file` from `offset` to `dst`.
     ///
     /// Goes through a small host buffer unless the device can do better.
@@ -168,7 +272,7 @@ pub fn read_exact_at(file: &File, buffer: &mut [u8], offset: u64) -> Result<()> 
 /// All calls have happened when they return.
 #[derive(Debug)]
 pub struct HostMemory {
-    regions: Vec<Region>,
+    regions: Regions,
 }
 
 impl HostMemory {
@@ -181,28 +285,13 @@ impl HostMemory {
     /// Each region must be readable and writable memory of this process for as long as this object lives, and nothing else may
     /// write it. Other threads may read a part of it only while no call of this object writes that part.
     pub unsafe fn new(regions: &[Region]) -> Result<Self> {
-        for (i, region) in regions.iter().enumerate() {
-            let wraps = region.base.checked_add(region.len).is_none_or(|end| end > usize::MAX as u64);
-            let shared = regions[..i].iter().any(|other| other.overlaps(*region));
-            if region.base == 0 || region.len == 0 || wraps || shared {
-                return Err(Error::value(
-                    "memory region",
-                    format!("[{:#x}, +{})", region.base, region.len),
-                    "a range of memory that is not empty and overlaps no other",
-                ));
-            }
-        }
-        Ok(Self { regions: regions.to_vec() })
+        Ok(Self { regions: Regions::new(regions)? })
     }
 
     /// The pointer to `[address, address + len)`, if one region holds all of it.
     fn pointer(&self, what: &'static str, address: u64, len: u64) -> Result<*mut u8> {
-        let part = Region { base: address, len };
-        if self.regions.iter().any(|region| region.contains(part)) {
-            return Ok(std::ptr::with_exposed_provenance_mut(address as usize));
-        }
-        let near = self.regions.iter().rev().find(|region| region.base <= address).or(self.regions.first());
-        Err(near.copied().unwrap_or(Region { base: 0, len: 0 }).miss(what, part))
+        self.regions.check(what, address, len)?;
+        Ok(std::ptr::with_exposed_provenance_mut(address as usize))
     }
 }
 
@@ -241,12 +330,9 @@ unsafe impl DeviceMemory for HostMemory {
     }
 
     fn copy_d2d(&self, dst: u64, src: u64, len: u64, _: Stream) -> Result<()> {
+        self.regions.check_apart(dst, src, len)?;
         let to = self.pointer("copy_d2d destination", dst, len)?;
         let from = self.pointer("copy_d2d source", src, len)?;
-        let (to_region, from_region) = (Region { base: dst, len }, Region { base: src, len });
-        if to_region.overlaps(from_region) {
-            return Err(from_region.miss("copy_d2d onto itself", to_region));
-        }
         // SAFETY: both ranges were checked, and that they do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(from, to, len as usize) };
         Ok(())
@@ -280,7 +366,7 @@ pub use faulty::FaultyMemory;
 mod faulty {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-    use super::{DeviceMemory, Error, File, Result, Rows, Stream};
+    use super::{DeviceMemory, Error, File, Mark, Result, Rows, Stream};
 
     /// A device that counts its calls and fails at the one it was told to.
     #[derive(Debug)]
@@ -354,6 +440,22 @@ mod faulty {
 
         fn copy_from_file(&self, dst: u64, len: u64, file: &File, offset: u64, stream: Stream) -> Result<()> {
             self.count("copy_from_file")?.copy_from_file(dst, len, file, offset, stream)
+        }
+
+        fn is_asynchronous(&self) -> bool {
+            self.inner.is_asynchronous()
+        }
+
+        fn mark(&self, stream: Stream, marks: &mut Vec<Mark>) -> Result<()> {
+            self.count("mark")?.mark(stream, marks)
+        }
+
+        fn wait_for(&self, stream: Stream, marks: &[Mark]) -> Result<()> {
+            self.count("wait_for")?.wait_for(stream, marks)
+        }
+
+        fn forget(&self, marks: &mut Vec<Mark>) {
+            self.inner.forget(marks);
         }
     }
 }

@@ -32,6 +32,13 @@ pub struct Staging {
     image: HostBuffer,
 }
 
+impl Staging {
+    /// Whether there is no memory to hand on.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.raw.as_slice().is_empty() && self.image.as_slice().is_empty()
+    }
+}
+
 /// What a load did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PackReport {
@@ -84,7 +91,7 @@ pub struct Staged<'a> {
 
 /// Where offsets count from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Base {
+pub(crate) enum Base {
     /// The slot's blocks.
     Blocks,
     /// The slot's place among the extras.
@@ -92,7 +99,7 @@ enum Base {
 }
 
 impl Base {
-    fn address(self, bases: SlotBases) -> u64 {
+    pub(crate) fn address(self, bases: SlotBases) -> u64 {
         match self {
             Self::Blocks => bases.blocks,
             Self::Extras => bases.extras,
@@ -102,15 +109,15 @@ impl Base {
 
 /// One copy into the slot.
 #[derive(Clone, Copy, Debug)]
-struct Run<'a> {
-    base: Base,
-    dst: u64,
-    len: u64,
-    from: RunSource<'a>,
+pub(crate) struct Run<'a> {
+    pub(crate) base: Base,
+    pub(crate) dst: u64,
+    pub(crate) len: u64,
+    pub(crate) from: RunSource<'a>,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum RunSource<'a> {
+pub(crate) enum RunSource<'a> {
     /// The staged image, from this byte on.
     Image(usize),
     /// The adapter in memory.
@@ -145,41 +152,9 @@ impl<'a> Staged<'a> {
         let files = OpenedFiles::of(pairs, extras)?;
         let mut plan = Plan::new(layout, pairs, extras, matches!(digest, Digest::Known(_)))?;
         let Staging { mut raw, mut image } = staging;
-        let target = image.take(plan.image_bytes);
-        let mut hasher = (digest == Digest::Compute).then(|| CacheIdHasher::new(layout.dtype(), config));
-        let path_of = |site: usize| layout.sites()[site].path.as_str();
-        plan.blocks.sort_by_key(|(pair, _)| path_of(pair.site));
-        plan.extras.sort_by_key(|(extra, _)| (path_of(extra.site), extra.part));
-        for (pair, images) in &plan.blocks {
-            let site = &layout.sites()[pair.site].path;
-            if let Some(hasher) = &mut hasher {
-                hasher.pair(site, pair.scale);
-            }
-            for ((half, source), image) in pair.halves().into_iter().zip(images) {
-                if let Some(image) = image {
-                    let mut tensor = Tensor { to: layout.dtype(), site, half, source, raw: &mut raw };
-                    plan.report.num_rounded += tensor.stage(&mut target[image.clone()], hasher.as_mut())?;
-                }
-                if let Some(hasher) = &mut hasher {
-                    hasher.half(half, source);
-                }
-            }
-        }
-        for (extra, image) in &plan.extras {
-            let site = path_of(extra.site);
-            let (to, half) = (extra.part.dtype(layout.dtype()), extra.part.name());
-            if let Some(image) = image {
-                let mut tensor = Tensor { to, site, half, source: extra.placed(), raw: &mut raw };
-                let hashed = hasher.as_mut().filter(|_| extra.stored.is_none());
-                plan.report.num_rounded += tensor.stage(&mut target[image.clone()], hashed)?;
-            }
-            if let Some(hasher) = &mut hasher {
-                if extra.stored.is_some() {
-                    hash(hasher, &extra.source, &mut raw).map_err(|error| in_tensor(error, site, half))?;
-                }
-                hasher.extra(site, extra);
-            }
-        }
+        let hasher = (digest == Digest::Compute).then(|| CacheIdHasher::new(layout.dtype(), config));
+        let computed = plan.stage(layout, image.take(plan.image_bytes), hasher, &mut raw)?;
+        plan.content.num_rounded = plan.report.num_rounded;
         files.check_unchanged()?;
         Ok(Self {
             staging: Staging { raw, image },
@@ -187,7 +162,7 @@ impl<'a> Staged<'a> {
             content: plan.content,
             cache_id: match digest {
                 Digest::Known(cache_id) => Some(cache_id),
-                Digest::Compute | Digest::Later => hasher.map(CacheIdHasher::finish),
+                Digest::Compute | Digest::Later => computed,
             },
             overlay_raw: None,
             report: plan.report,
@@ -217,6 +192,24 @@ impl<'a> Staged<'a> {
         // Only what was not staged can have changed between the check and the copy.
         let is_direct = self.runs.iter().any(|run| matches!(run.from, RunSource::File(..)));
         if is_direct { self.files.check_unchanged() } else { Ok(()) }
+    }
+
+    /// An adapter whose bytes were checked before, wherever they are.
+    pub(crate) fn checked(content: Content, cache_id: CacheId, report: PackReport, runs: Vec<Run<'a>>) -> Self {
+        let (staging, files) = (Staging::default(), OpenedFiles::default());
+        Self { staging, runs, content, cache_id: Some(cache_id), overlay_raw: None, report, files }
+    }
+
+    /// No pair and no extra: what an adapter has on a device that has none of its layers.
+    pub(crate) fn nothing(layout: &Layout) -> Self {
+        let content = Content { pairs: vec![None; layout.sites().len()], ..Content::default() };
+        let (staging, files, report) = (Staging::default(), OpenedFiles::default(), PackReport::default());
+        Self { staging, runs: Vec::new(), content, cache_id: None, overlay_raw: None, report, files }
+    }
+
+    /// Takes an identity that was found elsewhere.
+    pub(crate) fn set_cache_id(&mut self, cache_id: Option<CacheId>) {
+        self.cache_id = cache_id;
     }
 
     /// What a slot holds once this was written into it.
@@ -304,19 +297,30 @@ fn hash(hasher: &mut CacheIdHasher, source: &Source<'_>, buffer: &mut HostBuffer
 }
 
 /// What goes where, decided before a byte is read.
-struct Plan<'p, 'a> {
+pub(crate) struct Plan<'p, 'a> {
     /// Each pair with the ranges of the image that its halves are staged in, if they are.
     blocks: Vec<(&'p PairInput<'a>, [Option<Range<usize>>; 2])>,
     /// Each extra with the range of the image that it is staged in, if it is.
     extras: Vec<(&'p ExtraInput<'a>, Option<Range<usize>>)>,
     content: Content,
     runs: Vec<Run<'a>>,
-    image_bytes: usize,
-    report: PackReport,
+    pub(crate) image_bytes: usize,
+    pub(crate) report: PackReport,
 }
 
 impl<'p, 'a> Plan<'p, 'a> {
-    fn new(layout: &Layout, pairs: &'p [PairInput<'a>], extras: &'p [ExtraInput<'a>], trusted: bool) -> Result<Self> {
+    /// What a slot will hold.
+    pub(crate) fn content(&self) -> &Content {
+        &self.content
+    }
+
+    /// Plans the copies. What needs no conversion is staged all the same unless it is `trusted`.
+    pub(crate) fn new(
+        layout: &Layout,
+        pairs: &'p [PairInput<'a>],
+        extras: &'p [ExtraInput<'a>],
+        trusted: bool,
+    ) -> Result<Self> {
         let mut plan = Self {
             blocks: Vec::with_capacity(pairs.len()),
             extras: Vec::with_capacity(extras.len()),
@@ -341,6 +345,51 @@ impl<'p, 'a> Plan<'p, 'a> {
         }
         plan.content.nbytes = plan.report.num_bytes;
         Ok(plan)
+    }
+
+    /// Reads, hashes, checks and converts all that is to be staged into `target`, which is the image; gives the content's id if
+    /// there is a hasher.
+    pub(crate) fn stage(
+        &mut self,
+        layout: &Layout,
+        target: &mut [u8],
+        mut hasher: Option<CacheIdHasher>,
+        raw: &mut HostBuffer,
+    ) -> Result<Option<CacheId>> {
+        let path_of = |site: usize| layout.sites()[site].path.as_str();
+        self.blocks.sort_by_key(|(pair, _)| path_of(pair.site));
+        self.extras.sort_by_key(|(extra, _)| (path_of(extra.site), extra.part));
+        for (pair, images) in &self.blocks {
+            let site = path_of(pair.site);
+            if let Some(hasher) = &mut hasher {
+                hasher.pair(site, pair.scale);
+            }
+            for ((half, source), image) in pair.halves().into_iter().zip(images) {
+                if let Some(image) = image {
+                    let mut tensor = Tensor { to: layout.dtype(), site, half, source, raw: &mut *raw };
+                    self.report.num_rounded += tensor.stage(&mut target[image.clone()], hasher.as_mut())?;
+                }
+                if let Some(hasher) = &mut hasher {
+                    hasher.half(half, source);
+                }
+            }
+        }
+        for (extra, image) in &self.extras {
+            let site = path_of(extra.site);
+            let (to, half) = (extra.part.dtype(layout.dtype()), extra.part.name());
+            if let Some(image) = image {
+                let mut tensor = Tensor { to, site, half, source: extra.placed(), raw: &mut *raw };
+                let hashed = hasher.as_mut().filter(|_| extra.stored.is_none());
+                self.report.num_rounded += tensor.stage(&mut target[image.clone()], hashed)?;
+            }
+            if let Some(hasher) = &mut hasher {
+                if extra.stored.is_some() {
+                    hash(hasher, &extra.source, raw).map_err(|error| in_tensor(error, site, half))?;
+                }
+                hasher.extra(site, extra);
+            }
+        }
+        Ok(hasher.map(CacheIdHasher::finish))
     }
 
     fn add_pair(&mut self, layout: &Layout, pair: &'p PairInput<'a>, cursor: &mut Cursor, trusted: bool) -> Result<()> {
@@ -380,7 +429,8 @@ impl<'p, 'a> Plan<'p, 'a> {
             check_length(&site.path, part.name(), placed)?;
         }
         let (rows, cols, ids) = (placed.rows, placed.cols, extra.ids.into());
-        self.content.extras.push(Extra { site: extra.site, part, offset, rows, cols, ids });
+        let derived = extra.stored.is_some();
+        self.content.extras.push(Extra { site: extra.site, part, offset, rows, cols, ids, derived });
         self.extras.push((extra, image));
         Ok(())
     }

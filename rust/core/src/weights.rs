@@ -7,12 +7,12 @@ use crate::config::PeftAdapterConfig;
 use crate::error::{Error, Result};
 use crate::layout::{BLOCK_ALIGN, Dtype, Layout, Site, SlotBases};
 use crate::lru::SlotView;
-use crate::memory::{DeviceMemory, Region, Stream};
+use crate::memory::{DeviceMemory, Mark, Region, Stream};
 use crate::pack::Staging;
 use crate::registry::Registry;
 use crate::selector::{Acquired, Selector};
 use crate::slot::Slot;
-use crate::sync::{AtomicBool, Mutex, Ordering};
+use crate::sync::{AtomicBool, Mutex, Ordering, lock};
 use crate::tables::{SlotCells, Tables};
 
 /// What a pool is built for.
@@ -128,7 +128,11 @@ struct Shared {
     compute_stream: Stream,
     registry: Registry,
     staging: Mutex<Vec<Staging>>,
+    /// By slot: what its last holders may still read, where the device works on when calls have returned.
+    readers: Box<[Mutex<Vec<Mark>>]>,
     is_lost: AtomicBool,
+    /// Whether cells may still be written on the compute stream that nobody waited for.
+    has_stray_cells: AtomicBool,
     is_overlay_taken: AtomicBool,
 }
 
@@ -189,7 +193,9 @@ impl LoraWeights {
             compute_stream: spec.compute_stream,
             registry: Registry::new(spec.max_loras, spec.pinned),
             staging: Mutex::default(),
+            readers: (0..spec.max_loras).map(|_| Mutex::default()).collect(),
             is_lost: AtomicBool::new(false),
+            has_stray_cells: AtomicBool::new(false),
             is_overlay_taken: AtomicBool::new(false),
         };
         Ok(Self { shared: Arc::new(shared) })
@@ -213,10 +219,33 @@ impl LoraWeights {
         Acquired::of(self.registry().acquire_name(name))
     }
 
-    /// Gives a reference back. Nothing happens for [`Acquired::NOTHING`], or if the slot has no references.
+    /// Gives a reference back, of a holder whose kernels ran on the pool's compute stream. Nothing happens for
+    /// [`Acquired::NOTHING`], or if the slot has no references.
     pub fn release_slot(&self, acquired: Acquired) {
+        self.release_slot_after(acquired, &[self.compute_stream()]);
+    }
+
+    /// As [`release_slot`](Self::release_slot), of a holder whose kernels ran on `streams`: they may still run, and the slot is
+    /// written only after them. Nothing is waited for here.
+    pub fn release_slot_after(&self, acquired: Acquired, streams: &[Stream]) {
         if let Some(slot) = acquired.slot() {
+            self.mark_readers(slot, streams);
             self.registry().release(slot);
+        }
+    }
+
+    /// Notes that what is on `streams` now may read the slot. Before the count goes down, so that a claimer finds it.
+    pub(crate) fn mark_readers(&self, slot: usize, streams: &[Stream]) {
+        let Some(marks) = self.shared.readers.get(slot).filter(|_| self.memory().is_asynchronous()) else { return };
+        if self.check_alive().is_err() {
+            return;
+        }
+        let mut marks = lock(marks);
+        for &stream in streams {
+            // A release cannot fail. What was not marked is waited for as a whole.
+            if self.note(self.memory().mark(stream, &mut marks)).is_err() && !marks.contains(&Mark::Everything) {
+                marks.push(Mark::Everything);
+            }
         }
     }
 
@@ -255,8 +284,27 @@ impl LoraWeights {
         self.note(self.tables().refresh_slot_tables(self.memory(), slot, cells, self.shared.compute_stream))
     }
 
+    /// Zeroes a claimed slot's cells once its last holders' kernels have run, and waits. On the copy stream, which has nothing else
+    /// to wait for.
     pub(crate) fn clear_cells(&self, slot: usize) -> Result<()> {
-        self.note(self.tables().clear_slot(self.memory(), slot, self.shared.compute_stream))
+        // Relaxed: both this flag and the cells are the claimer's alone, or of one whose claim came before.
+        if self.shared.has_stray_cells.load(Ordering::Relaxed) {
+            self.note(self.memory().synchronize(self.compute_stream()))?;
+            self.shared.has_stray_cells.store(false, Ordering::Relaxed);
+        }
+        let mut marks = lock(&self.shared.readers[slot]);
+        if !marks.is_empty() {
+            self.note(self.memory().wait_for(self.copy_stream(), &marks))?;
+        }
+        self.note(self.tables().clear_slot(self.memory(), slot, self.copy_stream()))?;
+        self.memory().forget(&mut marks);
+        Ok(())
+    }
+
+    /// Says that a write of cells failed on its way: part of them may be on the compute stream.
+    pub(crate) fn note_stray_cells(&self) {
+        // Relaxed: as in `clear_cells`.
+        self.shared.has_stray_cells.store(true, Ordering::Relaxed);
     }
 
     /// Marks the pool as lost if the device is.
@@ -268,7 +316,13 @@ impl LoraWeights {
         result
     }
 
-    pub(crate) fn check_alive(&self) -> Result<()> {
+    /// Refuses a lost device, and waits until it may be written.
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        self.check_alive()?;
+        self.note(self.memory().wait_until_writable())
+    }
+
+    fn check_alive(&self) -> Result<()> {
         // Relaxed: as in `note`.
         if !self.shared.is_lost.load(Ordering::Relaxed) {
             return Ok(());
@@ -349,7 +403,7 @@ impl LoraWeights {
         if !self.extras().is_some_and(|extras| extras.contains(part)) {
             self.pool().part("pool bytes", address.wrapping_sub(self.pool().base), part.len)?;
         }
-        self.memory().copy_d2h(bytes, address, self.copy_stream())
+        self.note(self.memory().copy_d2h(bytes, address, self.copy_stream()))
     }
 
     /// The config of the adapter that was made active last; a swap into the active slot leaves it.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use hotslot_core::host::OwnedHostMemory;
 use hotslot_core::memory::FaultyMemory;
 use hotslot_core::prelude::*;
-use pool::{Adapter, spec, value_in_slot};
+use pool::{Adapter, assert_whole, spec, value_in_slot};
 
 type Device = FaultyMemory<OwnedHostMemory>;
 
@@ -24,32 +24,6 @@ fn pool() -> (LoraWeights, Arc<Device>) {
     Adapter::new("s0", 1.0).pack(&weights, 0).unwrap();
     Adapter::new("a", 2.0).promote(&weights, false).unwrap();
     (weights, device.unwrap())
-}
-
-/// Each slot holds an adapter whole, or is an empty placeholder, with zero cells unless a replace that succeeded left it.
-fn assert_whole(weights: &LoraWeights, has_replaced: bool) {
-    weights.check_integrity().unwrap();
-    for info in weights.slot_infos() {
-        match info.state {
-            SlotState::Ready => {
-                let expected = match info.name.as_str() {
-                    "s0" => [1.0, 9.0],
-                    "a" => [2.0, 9.0],
-                    "new" => [9.0, 9.0],
-                    other => panic!("unknown adapter {other:?}"),
-                };
-                let found = value_in_slot(weights, info.slot).unwrap();
-                assert!(expected.contains(&found), "{info:?} holds {found}");
-            }
-            SlotState::Empty => {
-                assert!(has_replaced || weights.read_cells(info.slot).unwrap().is_empty(), "{info:?}");
-                assert_eq!((info.name.as_str(), info.nbytes, info.rank, info.ref_count), ("", 0, 0, 0));
-                assert_eq!(weights.adapter_id_for_slot(Selector::Slot(info.slot)), 0);
-                assert_eq!(weights.acquire_slot(Selector::Slot(info.slot)).to_raw(), -1);
-            }
-            SlotState::Loading | SlotState::Retired => panic!("left behind: {info:?}"),
-        }
-    }
 }
 
 fn with_a_fault_at_every_call<T>(change: impl Fn(&LoraWeights) -> Result<T>) {

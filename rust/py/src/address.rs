@@ -5,6 +5,7 @@ use std::fs::File;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 
+use hotslot_core::cuda::CudaMemory;
 use hotslot_core::error::{Error, Result};
 use hotslot_core::kernels::{self, ActDtype, Exec, Input, Output, Plan, Shrunk, SiteView};
 use hotslot_core::memory::{HostMemory, Region};
@@ -14,6 +15,13 @@ pub(crate) fn host_memory(regions: &[Region]) -> Result<HostMemory> {
     // SAFETY: the contract of `LoraWeights` in Python: each region is writable memory that lives as long as `owner`, which the
     // pool keeps, and that nobody else writes.
     unsafe { HostMemory::new(regions) }
+}
+
+/// Memory of a GPU that Python hands over to a pool.
+pub(crate) fn cuda_memory(device: i32, regions: &[Region]) -> Result<CudaMemory> {
+    // SAFETY: as `host_memory`; what else touches the memory are the pool's kernels, on slots that are held by references, whose
+    // streams are named when the references are returned.
+    unsafe { CudaMemory::open(device, regions) }
 }
 
 /// The bytes of a tensor in memory.

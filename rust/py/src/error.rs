@@ -2,6 +2,7 @@
 
 use hotslot_core::Error;
 use hotslot_core::source::tensor_name;
+use hotslot_peer::PeerErrorKind;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -20,6 +21,7 @@ import_exception!(hotslot.errors, PoolFullError);
 import_exception!(hotslot.errors, RankError);
 import_exception!(hotslot.errors, RouteError);
 import_exception!(hotslot.errors, SlotBusyError);
+import_exception!(hotslot.errors, TierError);
 
 /// A dict of keyword arguments.
 macro_rules! numbers {
@@ -33,6 +35,21 @@ macro_rules! numbers {
 /// The exception of an error.
 pub(crate) fn raise(error: Error) -> PyErr {
     Python::attach(|py| exception(py, error).unwrap_or_else(|failed| failed))
+}
+
+/// The exception of an error of a peer.
+pub(crate) fn raise_peer(error: hotslot_peer::PeerError) -> PyErr {
+    Python::attach(|py| peer_exception(py, error).unwrap_or_else(|failed| failed))
+}
+
+fn peer_exception(py: Python<'_>, error: hotslot_peer::PeerError) -> PyResult<PyErr> {
+    let message = error.to_string();
+    let hotslot_peer::PeerError { kind, peer, found, expected } = error;
+    if kind == PeerErrorKind::Settings {
+        return Ok(PyValueError::new_err(message));
+    }
+    let numbers = numbers!(py; peer = peer, reason = kind.name(), found = found, expected = expected);
+    new::<PeerError>(py, message, &numbers)
 }
 
 fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
@@ -61,6 +78,19 @@ fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
         Error::Rank { site, rank, max_rank } => {
             new::<RankError>(py, message, &numbers!(py; module = site, rank = rank, max_rank = max_rank))
         }
+        Error::Packed { what: _, found, expected } => {
+            new::<AdapterFileError>(py, message, &numbers!(py; found = found, expected = expected))
+        }
+        Error::PackedSite { site, found: _, expected: _ } => {
+            new::<AdapterShapeError>(py, message, &numbers!(py; module = site))
+        }
+        Error::TierRoom { tier, needed, room } => {
+            new::<TierError>(py, message, &numbers!(py; tier = tier, needed = needed, room = room))
+        }
+        Error::DiskCache { path, call, found: _, code } => {
+            let errno = (code != 0).then_some(code);
+            new::<TierError>(py, message, &numbers!(py; tier = "disk", path = path, call = call, code = errno))
+        }
         Error::ExtrasRoom { needed, room } => {
             new::<PoolError>(py, message, &numbers!(py; needed = needed, room = room))
         }
@@ -81,11 +111,14 @@ fn exception(py: Python<'_>, error: Error) -> PyResult<PyErr> {
         }
         Error::Closed { what: _ } => new::<ClosedError>(py, message, &PyDict::new(py)),
         Error::Peer { address, found, expected } => {
-            new::<PeerError>(py, message, &numbers!(py; address = address, found = found, expected = expected))
+            new::<PeerError>(py, message, &numbers!(py; peer = address, found = found, expected = expected))
         }
         Error::Device { call, code, detail, sticky } => {
             let numbers = numbers!(py; call = call, code = code, detail = detail, sticky = sticky);
             new::<DeviceError>(py, message, &numbers)
+        }
+        Error::NoDevice { device: _, call, code, detail } => {
+            new::<DeviceError>(py, message, &numbers!(py; call = call, code = code, detail = detail, sticky = false))
         }
         Error::Integrity { problems } => {
             new::<PoolError>(py, message, &numbers!(py; problems = PyTuple::new(py, problems)?))

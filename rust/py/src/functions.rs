@@ -6,6 +6,7 @@ use hotslot_core::identity::{self, CacheId};
 use hotslot_core::kernels::Isa;
 use hotslot_core::layout::{self, Dtype};
 use hotslot_core::lru::{self, VictimError};
+use hotslot_core::replicas;
 use hotslot_core::selector::{self, Selector};
 use hotslot_core::tables::Tables;
 use pyo3::prelude::*;
@@ -23,6 +24,22 @@ use crate::slots::SlotView;
 #[pyo3(signature = (name, generation = 0))]
 pub(crate) fn adapter_id_hash(name: &str, generation: u64) -> u64 {
     identity::adapter_id_hash(name, generation)
+}
+
+/// The k replicas that an adapter prefers, the first choice first: rendezvous hashing by blake3, equal in every process.
+///
+/// A replica's score is the first eight bytes, little endian, of blake3 over "hotslot replica 1", the adapter and the replica, each
+/// preceded by its length as little-endian u64. When a replica comes or goes only the adapters that it gains or loses move.
+///
+/// Args:
+///     adapter: The adapter's name, or any other key.
+///     replicas: Their names or addresses; one that is named twice counts once.
+///     k: How many, at most.
+#[pyfunction]
+#[pyo3(signature = (adapter, replicas, k = 1))]
+pub(crate) fn preferred_replicas(adapter: &str, replicas: Vec<String>, k: usize) -> Vec<String> {
+    let replicas: Vec<&str> = replicas.iter().map(String::as_str).collect();
+    replicas::preferred_replicas(adapter, &replicas, k).into_iter().map(str::to_owned).collect()
 }
 
 /// Checks that a name may be given to an adapter: `[A-Za-z0-9][A-Za-z0-9_./-]{0,127}`.

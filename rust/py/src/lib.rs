@@ -7,18 +7,26 @@
 )]
 
 mod address;
+mod device;
+mod disk;
 mod error;
+mod export;
 mod functions;
 mod kernel;
 mod loads;
 mod lora_module;
 mod model_config;
+mod packed;
 mod pairs;
+mod peer;
+mod peer_server;
 mod peft_config;
 mod plan;
+mod shards;
 mod site;
 mod slots;
 mod tables;
+mod tiers;
 mod weights;
 
 /// The Rust core: slots, tables, packing, identity, CPU kernels.
@@ -29,9 +37,15 @@ mod weights;
 #[pyo3::pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
+    use crate::device::Capture;
+    #[pymodule_export]
+    use crate::disk::{DiskCache, PackedFile};
+    #[pymodule_export]
+    use crate::export::SlotExport;
+    #[pymodule_export]
     use crate::functions::{
         adapter_id_hash, check_adapter_name, extras_nbytes, kernel_isa, module_slot_offsets, pool_slot_bytes,
-        routed_prefill_slot_of, row_cache_id, select_victim_slot, tables_bytes, use_openmp_team,
+        preferred_replicas, routed_prefill_slot_of, row_cache_id, select_victim_slot, tables_bytes, use_openmp_team,
     };
     #[pymodule_export]
     use crate::kernel::{SharedShrink, SiteKernel};
@@ -40,15 +54,25 @@ mod _core {
     #[pymodule_export]
     use crate::model_config::ModelConfig;
     #[pymodule_export]
+    use crate::packed::{PackedAdapter, Receiving};
+    #[pymodule_export]
+    use crate::peer::{PeerAdapter, PeerClient, PeerLease, PeerManifest, PeerProgress};
+    #[pymodule_export]
+    use crate::peer_server::{PeerServer, PeerServerStats};
+    #[pymodule_export]
     use crate::peft_config::PeftAdapterConfig;
     #[pymodule_export]
     use crate::plan::Plan;
+    #[pymodule_export]
+    use crate::shards::Shards;
     #[pymodule_export]
     use crate::site::Site;
     #[pymodule_export]
     use crate::slots::{AdapterSlot, Loaded, LoraLayerWeights, LoraPair, SlotInfo, SlotView};
     #[pymodule_export]
     use crate::tables::Tables;
+    #[pymodule_export]
+    use crate::tiers::HostTier;
     #[pymodule_export]
     use crate::weights::LoraWeights;
 

@@ -16,7 +16,7 @@ use crate::slots::Loaded;
 use crate::weights::LoraWeights;
 
 /// An adapter on its way in, owned.
-struct Input {
+pub(crate) struct Input {
     name: String,
     pairs: Pairs,
     config: Config,
@@ -24,7 +24,7 @@ struct Input {
 }
 
 impl Input {
-    fn from_py(
+    pub(crate) fn from_py(
         name: String,
         pairs: &Bound<'_, PyAny>,
         extras: Option<&Bound<'_, PyAny>>,
@@ -48,6 +48,15 @@ impl Input {
         load: impl FnOnce(&Core, &LoraAdapterInput<'_>) -> hotslot_core::Result<CoreLoaded> + Send,
     ) -> PyResult<Loaded> {
         let core = weights.open()?;
+        self.run(py, |input| load(core, input)).map(Loaded::from)
+    }
+
+    /// Runs what takes the input, without the GIL.
+    pub(crate) fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&LoraAdapterInput<'_>) -> hotslot_core::Result<T> + Send,
+    ) -> PyResult<T> {
         let (tensors, extras) = (self.pairs.inputs()?, self.pairs.extra_inputs()?);
         let input = LoraAdapterInput {
             name: &self.name,
@@ -56,7 +65,7 @@ impl Input {
             config: &self.config,
             digest: self.digest,
         };
-        py.detach(|| load(core, &input)).map(Loaded::from).map_err(raise)
+        py.detach(|| run(&input)).map_err(raise)
     }
 }
 

@@ -1,18 +1,17 @@
 //! `LoraWeights`: references, look-up and fields.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use hotslot_core::Error;
 use hotslot_core::extras::SlotExtra;
 use hotslot_core::layout::Dtype;
-use hotslot_core::memory::Region;
+use hotslot_core::memory::{Region, Stream};
 use hotslot_core::selector::{Acquired, Selector};
 use hotslot_core::weights::{LoraWeights as Core, PoolSpec};
 use pyo3::prelude::*;
 
-use crate::address;
-use crate::error::raise;
+use crate::device::Device;
+use crate::error::{DeviceError, raise};
 use crate::kernel::SiteKernel;
 use crate::lora_module::LoraModule;
 use crate::peft_config::PeftAdapterConfig;
@@ -25,7 +24,7 @@ use crate::tables::{Tables, check_site};
 /// All methods may be called from any thread. Acquire, release, touch and look-up never wait; loads wait for each other only
 /// while records change, never while weights are copied.
 ///
-/// Safety: the pool, the extras, the tables and the ids are ranges of writable memory that begin at multiples of 256 and do not overlap. `owner`
+/// Safety: the pool, the extras, the tables and the ids are ranges of writable memory of the device that begin at multiples of 256 and do not overlap. `owner`
 /// keeps them alive and is kept by the pool; nobody else writes them. A slot's weights and cells are read only while a
 /// reference on the slot is held.
 ///
@@ -45,14 +44,18 @@ use crate::tables::{Tables, check_site};
 ///     ids_bytes: Bytes of that room.
 ///     extras_address: First byte of what is neither A nor B, and of the pairs of floating sites; 0 for none.
 ///     extras_bytes: Bytes of that memory: max_loras times the place of one slot (see `extras_nbytes`), which is a multiple of 256.
+///     device: Where the memory is: "cpu", or "cuda:N". On a GPU, weights are copied on a stream of the pool's own.
+///     compute_stream: The GPU's stream on which cells are written, in order with kernels there; 0 is the default stream.
 ///
 /// Raises:
+///     DeviceError: There is no such device, or a call to it failed.
 ///     ValueError: The numbers make no pool, or a range is too small, unaligned, or overlaps another.
 #[pyclass(frozen, module = "hotslot._core")]
 pub(crate) struct LoraWeights {
     core: Core,
     owner: Py<PyAny>,
     ids: Option<Region>,
+    device: Device,
     is_closed: AtomicBool,
 }
 
@@ -87,7 +90,7 @@ impl LoraWeights {
     #[new]
     #[pyo3(signature = (sites, *, max_loras, max_rank, pool_address, pool_bytes, tables_address, tables_bytes, owner,
         pool_dtype = "bfloat16", pinned = 0, num_hidden_layers = 0, ids_address = 0, ids_bytes = 0,
-        extras_address = 0, extras_bytes = 0))]
+        extras_address = 0, extras_bytes = 0, device = "cpu", compute_stream = 0))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments: what a pool is made of")]
     fn new(
         py: Python<'_>,
@@ -106,11 +109,14 @@ impl LoraWeights {
         ids_bytes: u64,
         extras_address: u64,
         extras_bytes: u64,
+        device: &str,
+        compute_stream: u64,
     ) -> PyResult<Self> {
         let mut spec = PoolSpec::new(core_sites(&sites), max_loras, max_rank);
         spec.num_hidden_layers = spec.num_hidden_layers.max(num_hidden_layers);
         spec.pinned = pinned;
         spec.dtype = Dtype::from_name(pool_dtype).map_err(raise)?;
+        let device = Device::from_name(device).map_err(raise)?;
         let pool = Region { base: pool_address, len: pool_bytes };
         let tables = Region { base: tables_address, len: tables_bytes };
         let ids = (ids_bytes > 0).then_some(Region { base: ids_address, len: ids_bytes });
@@ -128,11 +134,11 @@ impl LoraWeights {
         let regions: Vec<Region> = [Some(tables), pool_region, extras, ids].into_iter().flatten().collect();
         let core = py
             .detach(|| {
-                let memory = address::host_memory(&regions)?;
-                Core::new(spec, pool, extras, tables, Arc::new(memory))
+                let memory = device.memory(&regions, Stream(compute_stream), &mut spec)?;
+                Core::new(spec, pool, extras, tables, memory)
             })
             .map_err(raise)?;
-        Ok(Self { core, owner, ids, is_closed: AtomicBool::new(false) })
+        Ok(Self { core, owner, ids, device, is_closed: AtomicBool::new(false) })
     }
 
     // ------------------------------------------------------------------------------------------------- references
@@ -156,8 +162,25 @@ impl LoraWeights {
     }
 
     /// Gives a reference back. Nothing happens for -1, or if the slot has no references.
-    fn release_slot(&self, resolved: i64) {
-        self.core.release_slot(Acquired::from_raw(resolved));
+    ///
+    /// Args:
+    ///     resolved: What the acquire returned.
+    ///     streams: The GPU's streams on which the holder's kernels may still run; None for the pool's compute stream alone. The
+    ///         slot is written only after them; nothing is waited for here.
+    #[pyo3(signature = (resolved, streams = None))]
+    fn release_slot(&self, py: Python<'_>, resolved: i64, streams: Option<Vec<u64>>) {
+        let acquired = Acquired::from_raw(resolved);
+        if self.device == Device::Cpu {
+            // Nothing to ask a device: not worth letting go of the GIL.
+            self.core.release_slot(acquired);
+            return;
+        }
+        py.detach(|| match streams {
+            None => self.core.release_slot(acquired),
+            Some(streams) => {
+                self.core.release_slot_after(acquired, &streams.into_iter().map(Stream).collect::<Vec<_>>());
+            }
+        });
     }
 
     /// Stamps a slot as used now, without a reference. Nothing happens out of range.
@@ -309,7 +332,14 @@ impl LoraWeights {
     ///
     /// Raises:
     ///     IndexError: There is no such site.
+    ///     DeviceError: The pool is on a GPU, whose memory these kernels cannot read.
     fn site_kernel(this: &Bound<'_, Self>, site: usize) -> PyResult<SiteKernel> {
+        if this.get().device != Device::Cpu {
+            return Err(DeviceError::new_err(format!(
+                "the pool is on {}, whose memory the CPU's kernels cannot read; expected a pool on cpu",
+                this.get().device.name()
+            )));
+        }
         Ok(SiteKernel::new(this, this.get().site(site)?))
     }
 
@@ -325,6 +355,12 @@ impl LoraWeights {
     #[getter]
     fn closed(&self) -> bool {
         self.is_closed.load(Ordering::Relaxed)
+    }
+
+    /// Where the pool is: "cpu" or "cuda:N".
+    #[getter]
+    fn device(&self) -> String {
+        self.device.name()
     }
 
     /// The active adapter's name, "" if none is active.

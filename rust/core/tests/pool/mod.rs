@@ -77,7 +77,7 @@ impl Adapter {
         Staged::read(weights.layout(), &self.config, &self.pairs(), &[], Digest::Compute, Staging::default()).unwrap()
     }
 
-    fn with_input<T>(&self, run: impl FnOnce(&LoraAdapterInput<'_>) -> T) -> T {
+    pub fn with_input<T>(&self, run: impl FnOnce(&LoraAdapterInput<'_>) -> T) -> T {
         let tensors = self.pairs();
         run(&LoraAdapterInput {
             name: &self.name,
@@ -151,7 +151,7 @@ pub fn poison(weights: &LoraWeights, slot: usize) {
 }
 
 /// All that a caller can see of a pool, to compare before and after.
-pub fn snapshot(weights: &LoraWeights) -> impl PartialEq + std::fmt::Debug {
+pub fn snapshot(weights: &LoraWeights) -> impl PartialEq + std::fmt::Debug + use<> {
     let mut bytes = vec![0; weights.pool_bytes() as usize];
     weights.read_pool(weights.pool().base, &mut bytes).unwrap();
     let cells: Vec<_> = (0..weights.max_loras()).map(|slot| weights.read_cells(slot).unwrap()).collect();
@@ -186,4 +186,31 @@ pub fn unchanged_by<T: std::fmt::Debug>(weights: &LoraWeights, refused: impl FnO
     assert!(before == snapshot(weights), "changed by a call that failed with {error}");
     weights.check_integrity().unwrap();
     error
+}
+
+/// Of the pool of the fault tests ("s0", "a" and "new" with the values 1, 2 and 9): each slot holds an adapter whole, or is an empty
+/// placeholder, with zero cells unless a replace that succeeded left it.
+pub fn assert_whole(weights: &LoraWeights, has_replaced: bool) {
+    weights.check_integrity().unwrap();
+    for info in weights.slot_infos() {
+        match info.state {
+            SlotState::Ready => {
+                let expected = match info.name.as_str() {
+                    "s0" => [1.0, 9.0],
+                    "a" => [2.0, 9.0],
+                    "new" => [9.0, 9.0],
+                    other => panic!("unknown adapter {other:?}"),
+                };
+                let found = value_in_slot(weights, info.slot).unwrap();
+                assert!(expected.contains(&found), "{info:?} holds {found}");
+            }
+            SlotState::Empty => {
+                assert!(has_replaced || weights.read_cells(info.slot).unwrap().is_empty(), "{info:?}");
+                assert_eq!((info.name.as_str(), info.nbytes, info.rank, info.ref_count), ("", 0, 0, 0));
+                assert_eq!(weights.adapter_id_for_slot(Selector::Slot(info.slot)), 0);
+                assert_eq!(weights.acquire_slot(Selector::Slot(info.slot)).to_raw(), -1);
+            }
+            SlotState::Loading | SlotState::Retired => panic!("left behind: {info:?}"),
+        }
+    }
 }
