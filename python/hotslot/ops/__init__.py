@@ -45,7 +45,7 @@ def differentiable_apply(out: torch.Tensor, x: torch.Tensor, site: SiteHook, pla
     rows, flat = plan.entries(), out.reshape(-1, site.out_features)
     delta = lora_delta(x.reshape(-1, site.in_features), site.lora.weights, site.index, rows)
     touched = [token for token in range(len(flat)) if rows[token * len(rows) // len(flat)]]
-    where = torch.tensor(touched, dtype=torch.int64)
+    where = torch.tensor(touched, dtype=torch.int64, device=out.device)
     # Only rows with an adapter: adding even zero would turn a base row's -0.0 into 0.0.
     changed = flat[where].float() + delta[where]
     if any(site.index in found.gains or site.index in found.biases for found in route.contents.values()):
@@ -69,12 +69,13 @@ def _run(out: torch.Tensor, x: torch.Tensor, uid: int) -> torch.Tensor:
 
     hook = _SITES.get(uid)
     route = None if hook is None else current_route(hook.lora)
-    if hook is None or route is None or route.plan.is_base:
+    if hook is None or route is None or (route.plan.is_base and not route.is_captured):
         return out.clone()
     return hook.apply(out, x, route, fresh=False)
 
 
 _library.impl("lora_apply", _run, "CPU")
+_library.impl("lora_apply", _run, "CUDA")
 _library.impl("lora_apply", lambda out, x, uid: torch.empty_like(out), "Meta")
 
 
