@@ -1,0 +1,429 @@
+"""A model with its adapters, engine and queue: what `hotslot serve` runs, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ..errors import AdapterNotFoundError, PoolError, PoolFullError, SlotBusyError
+from ..model import attach
+from ..tiers import Tiers
+from .admission import Admission
+from .engine import EngineLimits, build
+from .loading import Loader
+from .metrics import BASE_LABEL, Metrics
+from .problems import Problem, problem_of, unknown_model
+from .sources import Sources
+
+if TYPE_CHECKING:
+    from .sequence import Call
+    from .settings import Settings
+
+_LOG = logging.getLogger("hotslot.server")
+_DEFAULT_LENGTH = 4096
+_WATCH_SECONDS = 0.05
+_POLL_SECONDS = 0.01
+_INPLACE_SECONDS = 60.0
+
+
+class Service:
+    """One served model.
+
+    Args:
+        settings: The options.
+        model: A transformers model.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        HotslotError: A startup adapter is refused, or an option does not fit the model.
+    """
+
+    def __init__(self, settings: Settings, model: Any, tokenizer: Any) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.started = time.time()
+        self.draining = False
+        self.metrics = Metrics()
+        config = model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        self.max_length = settings.max_model_len or min(
+            getattr(config, "max_position_embeddings", _DEFAULT_LENGTH), _DEFAULT_LENGTH
+        )
+        self.end_tokens = _end_tokens(model, tokenizer)
+        self.sources = Sources(settings.base_name, settings.lora_modules, settings.adapter_root)
+        limits = self._limits()
+        self.lora = attach(
+            model,
+            self._pinned(),
+            max_loras=settings.max_loras,
+            max_rank=settings.max_lora_rank,
+            pool_dtype=cast("Any", settings.pool_dtype),
+            extras_bytes=settings.extras_bytes,
+            experts=settings.experts,
+            unrouted="error",
+            tiers=Tiers(host_bytes=settings.host_bytes, disk=settings.disk_cache),
+        )
+        self.engine = build(model, self.lora, limits)
+        self.loader = Loader(self.lora, self.sources, self.metrics, settings.load_threads)
+        self.admission = Admission(
+            self.lora,
+            self.loader,
+            lambda call: call.begin(self.engine.submit),
+            max_rows=settings.max_num_seqs,
+            max_queue=settings.max_queue,
+            max_queue_per_adapter=settings.max_queue_per_adapter,
+            lookup=self.metrics.lookup,
+            waited=self.metrics.waited,
+        )
+        self.metrics.watch(self.lora, self.admission, self.engine)
+        # A tokenizer's settings are looked at, and may be set, at each call.
+        self._tokenizing = threading.Lock()
+        self._stop_watch = threading.Event()
+        self._watch = threading.Thread(target=self._keep, name="hotslot-watch", daemon=True)
+
+    @classmethod
+    def load(cls, settings: Settings) -> Service:
+        """Load the model that the settings name, and make its service.
+
+        Raises:
+            HotslotError: The model cannot be loaded, or as in the constructor.
+        """
+        model, tokenizer = load_model(settings)
+        return cls(settings, model, tokenizer)
+
+    def start(self) -> None:
+        """Look after the engine, which runs since the service was made."""
+        self._watch.start()
+
+    def close(self) -> None:
+        """End everything that runs, and take the pool off the model."""
+        stopped = Problem(503, "the server has stopped", code="stopped")
+        self.admission.close(stopped)
+        self.admission.fail_waiting(stopped)
+        self.engine.stop(timeout=10.0)
+        self._stop_watch.set()
+        if self._watch.is_alive():
+            self._watch.join()
+        self.loader.close()
+        self.admission.fail_waiting(stopped)
+        try:
+            self.lora.detach()
+        except SlotBusyError as error:
+            # Leases that somebody else in this process holds; theirs to return.
+            _LOG.warning("the pool stays on the model: %s", error)
+
+    # --- requests --------------------------------------------------------------------------------------------------------
+
+    def resolve(self, model: str) -> str | None:
+        """The adapter that a request's `model` names, None for the base model: one function for every endpoint.
+
+        Raises:
+            Problem: 404, with the names that are served.
+        """
+        if model == self.settings.base_name:
+            return None
+        if self.lora.weights.slot_of(model) is None and self.sources.find(model) is None:
+            raise unknown_model(model, self.sources.names())
+        return model
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """The token ids of a text, with the model's special tokens around it or not."""
+        with self._tokenizing:
+            found: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return found
+
+    def submit(self, call: Call) -> None:
+        """Queue a call; its pieces go to its sink.
+
+        Raises:
+            Problem: It cannot be taken; it leaves no trace.
+        """
+        if self.draining:
+            raise Problem(503, "the server is shutting down", code="draining", retry_after=5.0)
+        if self.engine.fault is not None:
+            raise Problem(503, f"the engine does not run: {self.engine.fault}", code="engine", retry_after=5.0)
+        call.on_token = self._token
+        call.on_done = self._done
+        self.admission.submit(call)
+
+    def cancel(self, call: Call) -> None:
+        """End a call, wherever it is."""
+        if not self.admission.withdraw(call):
+            for sequence in call.sequences:
+                if not sequence.ended:
+                    self.engine.cancel(sequence)
+
+    def _token(self, call: Call, seconds: float | None) -> None:
+        if seconds is None:
+            self.metrics.first_token(call.adapter, time.monotonic() - call.created)
+        else:
+            self.metrics.next_token(call.adapter, seconds)
+
+    def _done(self, call: Call) -> None:
+        self.admission.ended(call)
+        reasons = {sequence.finish_reason or "error" for sequence in call.sequences}
+        outcome = next((reason for reason in ("error", "abort", "length", "stop") if reason in reasons), "stop")
+        generated = sum(len(sequence.tokens) for sequence in call.sequences)
+        cached = call.sequences[0].cached_tokens
+        self.metrics.ended(call.adapter, outcome, len(call.prompt), cached, generated)
+        facts = {
+            "request_id": call.id,
+            "adapter": call.adapter or BASE_LABEL,
+            "outcome": outcome,
+            "prompt_tokens": len(call.prompt),
+            "cached_tokens": cached,
+            "generated_tokens": generated,
+            "queue_seconds": None if call.started is None else round(call.started - call.created, 4),
+            "seconds": round(time.monotonic() - call.created, 4),
+        }
+        _LOG.info("request ended", extra={"facts": facts})
+
+    # --- adapters --------------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: str, *, inplace: bool) -> None:
+        """Serve an adapter under a name from a folder in the adapter root, and bring it into a slot.
+
+        Raises:
+            Problem: 400, 403, 409: as it says; nothing was changed.
+        """
+        self.sources.check_name(name)
+        real = self.sources.allowed_path(path)
+        is_resident = self.lora.weights.slot_of(name) is not None
+        known = self.sources.find(name)
+        is_listed_only = known is not None and known.kind == "folder" and known.path == real and not is_resident
+        if (known is not None or is_resident) and not inplace and not is_listed_only:
+            raise Problem(
+                409,
+                f"the adapter {name!r} is loaded already; unload it first, or replace its weights with load_inplace",
+                param="lora_name",
+                code="already_loaded",
+            )
+        with self.sources.changing(name) as before:
+            if is_resident and await asyncio.to_thread(self._replace, name, real):
+                self.loader.note(name, self.sources.register(name, real))
+                return
+            # Most of what can be wrong is found here, before the name is known to anybody.
+            await asyncio.to_thread(self._check, name, real)
+            version = self.sources.register(name, real)
+            try:
+                await asyncio.wrap_future(self.admission.want(name))
+                # It may have come into a slot while the new files were checked, with the old weights.
+                if not self.loader.is_current(name) and await asyncio.to_thread(self._replace, name, real):
+                    self.loader.note(name, version)
+            except BaseException:
+                self.sources.restore(name, before, version)
+                raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more: what waits for it fails, what runs finishes, its slot empties then.
+
+        Raises:
+            Problem: 404.
+        """
+        # Of two calls at once, one gets this.
+        if not self.sources.forget(name):
+            raise Problem(
+                404,
+                f"the adapter {name[:200]!r} is not loaded; loaded are {', '.join(self.sources.names()[1:][:20]) or 'none'}",
+                param="lora_name",
+                code="adapter_not_found",
+            )
+        self.admission.forget(name, Problem(404, f"the adapter {name!r} was unloaded", code="model_not_found"))
+        await asyncio.to_thread(self._unload, name)
+        self.metrics.forget(name)
+
+    def _check(self, name: str, path: str) -> None:
+        """Refuse a folder that does not fit the pool, as a load would; nothing but headers is read."""
+        with ExitStack() as files:
+            try:
+                self.lora._reader.open(path, files)
+            except Exception as error:
+                self.metrics.refused(name, error)
+                raise problem_of(error) from error
+
+    def _replace(self, name: str, path: str) -> bool:
+        """New weights for a resident name; where no slot is free for them, in place once its running rows are done.
+
+        False if others took its slot meanwhile: then the next load brings the new ones.
+        """
+        end = time.monotonic() + _INPLACE_SECONDS
+        try:
+            while True:
+                try:
+                    self.loader.replace(name, path)
+                    return True
+                except AdapterNotFoundError:
+                    return False
+                except PoolFullError as error:
+                    self.admission.hold(name)
+                    while self._references(name):
+                        if time.monotonic() > end:
+                            raise Problem(503, f"no slot became free: {error}", code="pool", retry_after=5.0) from error
+                        time.sleep(_POLL_SECONDS)
+        except Exception as error:
+            raise problem_of(error) from error
+        finally:
+            self.admission.refresh(name)
+
+    def _references(self, name: str) -> int:
+        slot = self.lora.weights.slot_of(name)
+        return 0 if slot is None else self.lora.weights.slot_info(slot).ref_count
+
+    def _unload(self, name: str) -> None:
+        try:
+            self.lora.unload(name, deferred=True)
+        except AdapterNotFoundError:
+            return
+        self.metrics.events.add("unloaded", adapter=name)
+
+    # --- what there is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def fault(self) -> str | None:
+        """Why this server is not healthy, or None."""
+        return self.engine.fault
+
+    def models(self) -> list[dict[str, Any]]:
+        """The base model and every adapter that is served, as /v1/models shows them."""
+        base = self.settings.base_name
+        created = int(self.started)
+        common = {"object": "model", "created": created, "owned_by": "hotslot"}
+        found = [{"id": base, **common, "root": self.settings.model, "parent": None, "max_model_len": self.max_length}]
+        infos = {info.name: info for info in self.lora.slots() if info.name and info.state in ("ready", "loading")}
+        states = self.admission.states()
+        for source in self.sources.all():
+            info = infos.get(source.name)
+            state = "resident" if info is not None else "registered"
+            if states.get(source.name, ("",))[0] == "loading" and info is None:
+                state = "loading"
+            found.append(
+                {
+                    "id": source.name,
+                    **common,
+                    "root": source.path,
+                    "parent": base,
+                    "max_model_len": self.max_length,
+                    "rank": None if info is None else info.rank,
+                    "digest": None if info is None else info.cache_id,
+                    "state": state,
+                    "source": source.kind,
+                }
+            )
+        return found
+
+    def slots(self, after: int = 0) -> dict[str, Any]:
+        """The slots as they are now, and what happened to them since an event."""
+        states = self.admission.states()
+        slots = []
+        for info in self.lora.slots():
+            state, rows, waiting = states.get(info.name, ("idle", 0, 0)) if info.name else ("", 0, 0)
+            slots.append(
+                {
+                    "slot": info.slot,
+                    "name": info.name,
+                    "state": info.state,
+                    "pinned": info.pinned,
+                    "references": info.ref_count,
+                    "tick": info.last_used,
+                    "tier": "device" if info.state == "ready" else "",
+                    "rank": info.rank,
+                    "bytes": info.nbytes,
+                    "generation": info.generation,
+                    "digest": info.cache_id,
+                    "turn": state,
+                    "rows": rows,
+                    "waiting": waiting,
+                    **(self.metrics.counts_of(info.name) if info.name else {"hits": 0, "misses": 0}),
+                }
+            )
+        queued = {name: waiting for name, (state, _, waiting) in states.items() if state in ("waiting", "loading")}
+        return {
+            "slots": slots,
+            "waiting": queued,
+            "running_sequences": self.admission.num_running,
+            "waiting_requests": self.admission.num_waiting,
+            "engine": {"kind": self.engine.kind, "steps": self.engine.num_steps, "cache_usage": self.engine.cache_usage},
+            "events": self.metrics.events.after(after),
+        }
+
+    def _pinned(self) -> dict[str, str]:
+        """The startup adapters that get slots of their own; one slot stays free if others can be asked for."""
+        modules, settings = self.settings.lora_modules, self.settings
+        can_load = settings.adapter_root is not None or len(modules) > settings.max_loras
+        room = settings.max_loras - int(can_load)
+        return dict(list(modules.items())[:room])
+
+    def _limits(self) -> EngineLimits:
+        settings, length = self.settings, self.max_length
+        tokens = max(length, settings.max_num_seqs * length // 4)
+        num_blocks = settings.num_blocks or -(-tokens // settings.block_size) + 1
+        if num_blocks * settings.block_size < length:
+            raise PoolError(
+                f"{num_blocks} blocks of {settings.block_size} tokens hold less than --max-model-len {length}; raise --num-blocks "
+                "or lower --max-model-len"
+            )
+        return EngineLimits(
+            max_rows=settings.max_num_seqs,
+            max_batch_tokens=settings.max_num_batched_tokens,
+            max_length=length,
+            block_size=settings.block_size,
+            num_blocks=num_blocks,
+            share_prefixes=settings.enable_prefix_caching,
+        )
+
+    def _keep(self) -> None:
+        """Look after what nobody's call looks after: loads that stood back, and an engine that is gone."""
+        while not self._stop_watch.wait(_WATCH_SECONDS):
+            if self.engine.fault is not None:
+                self.admission.fail_waiting(Problem(503, f"the engine does not run: {self.engine.fault}", code="engine"))
+            elif self.admission.num_waiting or not self.admission.is_idle():
+                self.admission.poke()
+
+
+def load_model(settings: Settings) -> tuple[Any, Any]:
+    """The model and tokenizer that the settings name.
+
+    Raises:
+        PoolError: They cannot be loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(settings.model)
+    options: dict[str, Any] = {}
+    source: str | Path = settings.model
+    if path.suffix == ".gguf":
+        source, options = path.parent, {"gguf_file": path.name}
+    dtype: Any = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if dtype == "auto" and path.suffix == ".gguf":
+        dtype = torch.float32
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    except Exception as error:  # tokenizers raises no class of its own
+        reason = " ".join(str(error).split())
+        raise PoolError(
+            f"the model {settings.model!r} cannot be loaded: {reason}; expected a transformers folder, a hub id or a .gguf file"
+        ) from error
+    try:
+        model.to(cast("Any", settings.device))
+    except (RuntimeError, AssertionError) as error:
+        raise PoolError(f"--device {settings.device!r} cannot be used: {str(error).splitlines()[0]}; expected cpu") from error
+    return model.eval(), tokenizer
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The ids that end an answer, by the model's generation config and its tokenizer."""
+    found: set[int] = set()
+    for value in (
+        getattr(model.generation_config, "eos_token_id", None),
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        found.update([value] if isinstance(value, int) else value or [])
+    return frozenset(token for token in found if token >= 0)
