@@ -32,6 +32,11 @@ help: ## List the targets
 demo: $(STAMPS)/wheel ## Run the demo: one batch, four behaviours, a fourth adapter swapped in while it runs
 	@$(VENV)/bin/hotslot demo
 
+.PHONY: serve
+serve: $(STAMPS)/wheel $(STAMPS)/test ## Serve the demo's model with its adapters; http://127.0.0.1:8000 has a page
+	@$(VENV)/bin/hotslot serve "$$($(PY) -c 'from hotslot import smollm; print(smollm.ensure())')" --served-model-name smollm2 \
+		--adapter-root examples/adapters --lora upper=examples/adapters/upper
+
 .PHONY: build
 build: $(STAMPS)/wheel ## Build the package in release mode and install it into .venv
 
@@ -44,7 +49,7 @@ test: test-rust test-python ## Run all tests: Rust, doc tests, loom, pytest
 test-rust: $(STAMPS)/tools ## Run the Rust tests, the doc tests and the loom models
 	@echo "== rust: tests and doc tests"
 	@if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --workspace --all-features; else cargo test --workspace --all-features --lib --bins --tests; fi
-	@cargo test -p hotslot-core --all-features --doc
+	@cargo test -p hotslot-core -p hotslot-peer --all-features --doc
 	@echo "== rust: examples"
 	@for example in rust/core/examples/*.rs; do cargo run --quiet -p hotslot-core --example "$$(basename "$$example" .rs)" >/dev/null; done
 	@echo "== rust: loom explores the thread interleavings of the slot word and the directory"
@@ -78,6 +83,13 @@ wheel: $(STAMPS)/tools ## Build the abi3 wheel into dist/ and check what is in i
 
 ##@ Longer
 
+.PHONY: gpu
+gpu: $(STAMPS)/wheel $(STAMPS)/test ## Check and measure all that needs a GPU (eight minutes); without one, prepare it in dist/gpu
+	$(PY) -m tests.gpu.prepare_gpu dist/gpu
+	@if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(PY) -m tests.gpu.run_gpu --prepared dist/gpu --out dist/gpu; \
+	else echo "hotslot: no GPU here; dist/gpu is ready for a machine with one, see docs/gpu.md"; fi
+
 .PHONY: bench
 bench: $(STAMPS)/wheel $(STAMPS)/test $(STAMPS)/bench ## Measure: criterion benches of the core, then each benches/bench_*.py; tables, plots, targets
 	cargo bench -p hotslot-core
@@ -94,9 +106,11 @@ tsan: $(STAMPS)/tools ## Run the threaded life-cycle tests under ThreadSanitizer
 		cargo test -p hotslot-core --target x86_64-unknown-linux-gnu --test replace --test life_cycle
 
 .PHONY: soak
-soak: $(STAMPS)/wheel $(STAMPS)/test ## Run the state machines and the storm for longer (some minutes)
+soak: $(STAMPS)/wheel $(STAMPS)/test ## Run the state machines, the storms and a loaded server for longer (most of an hour)
 	PROPTEST_CASES=3000 cargo test -p hotslot-core --release --test state_machine
-	HYPOTHESIS_PROFILE=soak $(PY) -m pytest tests/test_life_cycle_machine.py tests/test_life_cycle.py -k "machine or storm or sequence"
+	HYPOTHESIS_PROFILE=soak $(PY) -m pytest tests/test_life_cycle_machine.py tests/test_life_cycle.py tests/test_prefetch.py -k "machine or storm or sequence"
+	HOTSLOT_STORM_SECONDS=120 $(PY) -m pytest tests/test_server_life.py -k storm
+	$(PY) benches/server_load.py --minutes 30
 
 .PHONY: fuzz
 fuzz: $(STAMPS)/wheel $(STAMPS)/test ## Fuzz the reader of adapter files for FUZZ_SECONDS=60; what breaks it stays in tests/fuzz/corpus
@@ -140,7 +154,9 @@ $(STAMPS)/demo: pyproject.toml | $(STAMPS)/tools
 
 $(STAMPS)/test: pyproject.toml | $(STAMPS)/tools
 	@echo "== set-up: what the tests and the linters need"
-	@if $(HAS_UV); then $(UV_PIP) --group test; else $(PIP) --group test; fi
+	@if $(HAS_UV); then $(UV_PIP) -r pyproject.toml --extra server --group test; else $(PIP) '.[server]' && $(PIP) --group test; fi
+	@if $(HAS_UV); then $(UV_PIP) --group gpu-ci; else $(PIP) --group gpu-ci; fi \
+		|| echo "hotslot: NVIDIA's compiler could not be installed; tests that need it are skipped"
 	@touch $@
 
 $(STAMPS)/bench: pyproject.toml | $(STAMPS)/tools

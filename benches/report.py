@@ -117,6 +117,28 @@ def promotion(found: dict[str, Any]) -> list[str]:
     return [*lines, f"Acquire and release from Python: {acquires}.", ""]
 
 
+def tiers(found: dict[str, Any]) -> list[str]:
+    """Promotions from each tier against their floors, and beside other rows."""
+    names = ["host", "disk", "origin", "peer"]
+    rows = [
+        [
+            f"{r['nbytes'] / 1e6:.1f}",
+            f"{r['seconds']['memcpy'] * 1e3:.2f}",
+            f"{r['seconds']['socket'] * 1e3:.2f}",
+            *(f"{r['seconds'][name] * 1e3:.2f} ({r['share'][name]:.0%})" for name in names),
+        ]
+        for r in found["sizes"]
+    ]
+    heads = ["host tier", "disk cache", "origin's folder", "peer over TCP, verified (of socket)"]
+    lines = table(["adapter MB", "memcpy ms", "plain socket ms", *(f"{head}, ms" for head in heads)], rows)
+    rows = [
+        [name, *(f"{case['p95'][what] * 1e3:.2f}" for what in ("quiet", "memcpy", "promotions")), f"{case['ratio']:.3f}"]
+        for name, case in found["pace"]["tiers"].items()
+    ]
+    beside = ["quiet, p95 ms", "beside memcpy", "beside promotions", "ratio to memcpy"]
+    return [*lines, *table(["a routed row's steps, promotions from", *beside], rows)]
+
+
 def machines(results: dict[str, Any]) -> list[str]:
     """What the figures were measured on: a line for each machine and set of versions."""
     figures: dict[str, list[str]] = {}
@@ -173,6 +195,8 @@ def sections(results: dict[str, Any]) -> list[str]:
         lines += ["## True rank", "", *table(["rank 8, 16 adapters", "room for 8, ms", "room for 64, ms", "ratio"], rows)]
     if "promotion" in results:
         lines += ["## Promotion", "", *promotion(results["promotion"])]
+    if "tiers" in results:
+        lines += ["## Tiers", "", *tiers(results["tiers"])]
     if "memory" in results:
         rows = [
             [c["what"], str(c["count"]), f"{c['seconds']:.1f}", f"{c['growth'] / 1e6:+.2f}", "pass" if c["flat"] else "**fail**"]

@@ -57,6 +57,20 @@ def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
             f"{case['growth'] / 1e6:+.2f} MB",
             case["flat"],
         )
+    yield from _tiers(results.get("tiers", {}))
+
+
+def _tiers(found: dict[str, Any]) -> Iterator[Verdict]:
+    limits = {"host": ("memcpy", 0.7), "disk": ("memcpy", 0.6), "peer": ("a plain socket", 0.45)}
+    for number, (name, (floor, limit)) in enumerate(limits.items(), 10):
+        for case in found.get("sizes", []):
+            share = case["share"][name]
+            target = f"promotion from {name}: at least {limit:.0%} of the speed of {floor}"
+            yield Verdict(number, target, f"{case['nbytes'] / 1e6:.0f} MB", f"{share:.0%}", share >= limit)
+    for name, case in found.get("pace", {}).get("tiers", {}).items():
+        if name != "origin":
+            target = "p95 of other rows beside promotions: at most 1.1 x that beside a memcpy at their rate"
+            yield _ratio(13, target, f"from {name}", case["ratio"], 1.1)
 
 
 def _mixed_batch(case: dict[str, Any]) -> Iterator[Verdict]:

@@ -83,6 +83,7 @@ def test_every_file_that_a_document_links_to_exists(repo: Path) -> None:
 
 def test_the_file_map_of_the_design_names_every_source_file(repo: Path) -> None:
     text = (repo / "docs" / "design.md").read_text()
-    rust = [path.name for path in (repo / "rust" / "core" / "src").glob("*.rs") if path.name != "lib.rs"]
+    crates = [repo / "rust" / "core" / "src", repo / "rust" / "peer" / "src"]
+    rust = [path.name for crate in crates for path in crate.glob("*.rs") if path.name != "lib.rs"]
     python = [path.name for path in (repo / "python" / "hotslot").glob("*.py") if not path.name.startswith("__")]
     assert [name for name in rust + python if f"`{name}`" not in text] == []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ["hotslot/__init__.py", "hotslot/py.typed", "hotslot/_core.pyi", "hotslot/_core.abi3.so"]
-FOREIGN = ["torch", "transformers", "peft", "safetensors", "cupy"]
+FOREIGN = ["torch", "transformers", "peft", "safetensors", "cupy", "fastapi", "uvicorn", "prometheus_client"]
 IMPORT = "import hotslot, sys; print(hotslot.__name__, *[name for name in {foreign} if name in sys.modules])"
 
 

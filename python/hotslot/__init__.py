@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._core import LoraModule, LoraWeights, ModelConfig, __version__
+from ._core import LoraModule, LoraWeights, ModelConfig, __version__, preferred_replicas
 from .adapters import ModelAdapters
+from .catalog import Peer
 from .config import PeftAdapterConfig
 from .errors import (
     AdapterConfigError,
@@ -31,10 +32,13 @@ from .errors import (
     RankError,
     RouteError,
     SlotBusyError,
+    TierError,
 )
 from .lease import Lease
 from .pool import PoolPlan, plan
+from .promotion import Progress, Promotion
 from .routing import BASE, Route, StaticRoute
+from .tiers import PeerTls, Tiers
 
 if TYPE_CHECKING:
     from .model import AttachedModel, attach
@@ -57,19 +61,26 @@ __all__ = [
     "LoraWeights",
     "ModelAdapters",
     "ModelConfig",
+    "Peer",
     "PeerError",
+    "PeerTls",
     "PeftAdapterConfig",
     "PoolError",
     "PoolFullError",
     "PoolPlan",
+    "Progress",
+    "Promotion",
     "RankError",
     "Route",
     "RouteError",
     "SlotBusyError",
     "StaticRoute",
+    "TierError",
+    "Tiers",
     "__version__",
     "attach",
     "plan",
+    "preferred_replicas",
 ]
 
 

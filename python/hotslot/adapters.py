@@ -9,7 +9,7 @@ import os
 from typing import NoReturn
 
 from .config import PeftAdapterConfig
-from .errors import AdapterError, AdapterNotFoundError, PeerError
+from .errors import AdapterError, AdapterNotFoundError
 
 
 class ModelAdapters:
@@ -68,14 +68,20 @@ class ModelAdapters:
     def promote_lora_from_peer(self, peer_addr: str, adapter_id: str, name: str, peft: PeftAdapterConfig) -> tuple[int, str | None]:
         """Fetch `adapter_id` from another process's pool, load it as `name` and make it active.
 
+        Args:
+            peer_addr: Where that process serves, `host:port`.
+            adapter_id: What it calls the adapter.
+            name: What requests call it here.
+            peft: The settings that the adapter must have.
+
+        Returns:
+            The slot, and the name of the adapter evicted for it (None if the slot was free).
+
         Raises:
-            PeerError: Always, until the peer tier is part of this package.
+            PeerError: The peer could not serve it.
+            AdapterError: It has other settings, or does not fit; nothing was changed.
         """
-        raise PeerError(
-            f"adapter {adapter_id!r} cannot be fetched from peer {peer_addr!r}: this version has no peer tier; "
-            "load it from disk with promote_lora_from_disk",
-            peer=peer_addr,
-        )
+        self._refuse("promote_lora_from_peer")
 
     @staticmethod
     def _refuse(call: str) -> NoReturn:

@@ -35,7 +35,7 @@ def check_attachable(model: torch.nn.Module, sites: Sequence[ModelSite]) -> None
 
     Raises:
         PoolError: The model, or a part of it, is attached.
-        DeviceError: A layer is not on the CPU.
+        DeviceError: A layer is neither on the CPU nor on a GPU.
     """
     for path, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), module.__dict__.get("forward"))
@@ -43,9 +43,10 @@ def check_attachable(model: torch.nn.Module, sites: Sequence[ModelSite]) -> None
             raise PoolError(f"{path or type(model).__name__} has a hotslot pool attached; detach it before attaching another")
     for found in sites:
         for parameter in itertools.chain(found.module.parameters(recurse=False), found.module.buffers(recurse=False)):
-            if parameter.device.type != "cpu":
+            if parameter.device.type not in ("cpu", "cuda"):
                 raise DeviceError(
-                    f"{found.site.path} is on {parameter.device}; models are served on the CPU: move it with model.to('cpu')",
+                    f"{found.site.path} is on {parameter.device}; models are served on the CPU and on CUDA devices: move it with "
+                    "model.to('cpu')",
                     call="attach",
                 )
             break
@@ -90,6 +91,11 @@ class Attachment:
             model.__dict__["generate"] = _Generate(lora, generate)
         model.__dict__["__deepcopy__"] = functools.partial(_copy_unattached, model, self._before)
         model.__dict__["forward"] = CallGate(lora, model.forward, self._forwards)
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """The sites that a kernel serves, those together that read the same x."""
+        served = [hook for hook in self.hooks if hook.kind != "embedding"]
+        return list(dict.fromkeys((hook.index,) if hook.shared is None else hook.shared.indices for hook in served))
 
     def remove(self) -> None:
         """Leave the model as it was before."""

@@ -6,8 +6,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from . import demo, inspect
+from . import demo, inspect, ls, peer, pull
 from .errors import HotslotError
+from .server import bench, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,11 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     demo.add_parser(subparsers)
     inspect.add_parser(subparsers)
+    ls.add_parser(subparsers)
+    peer.add_parser(subparsers)
+    pull.add_parser(subparsers)
+    serve.add_parser(subparsers)
+    bench.add_parser(subparsers)
     return parser
 
 
@@ -34,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         status: int = options.run(options)
-    except HotslotError as error:
+    except (HotslotError, ValueError) as error:
         print(f"hotslot: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -91,7 +91,7 @@ class PoolContents:
         biases: dict[int, torch.Tensor] = {}
         for site, part, address, rows, cols, stride, ids in weights.slot_extras(slot):
             dtype = pool_dtype(weights) if part in ("weight", "rows") else torch.float32
-            view = matrix_view(address, rows, cols, stride, dtype)
+            view = matrix_view(weights, address, rows, cols, stride, dtype)
             if part == "gain":
                 gains[site] = view[0]
             elif part == "bias":
@@ -103,8 +103,8 @@ class PoolContents:
                 elif part == "weight_bias":
                     place.bias = view[0]
                 else:
-                    place.ids, order = torch.tensor(ids).sort()
-                    place.rows = view if torch.equal(order, torch.arange(len(order))) else view[order]
+                    place.ids, order = torch.tensor(ids, device=view.device).sort()
+                    place.rows = view if torch.equal(order, torch.arange(len(order), device=view.device)) else view[order]
 
         def is_adapted(sites: Iterable[int]) -> bool:
             return any(weights.pair_cells(slot, site) is not None for site in sites)

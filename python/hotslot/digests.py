@@ -67,8 +67,11 @@ class Digests:
                 self._pending.pop(key, None)
             return cache_id
 
-        with self._mutex:
-            self._pending[key] = self._thread.submit(compute)
+        try:
+            with self._mutex:
+                self._pending[key] = self._thread.submit(compute)
+        except RuntimeError:  # no thread can be started: the adapter is in its slot, so its digest is computed here
+            compute()
 
     def of_slot(self, slot: int) -> str:
         """The digest of what a slot holds, waited for if it is on its way; the caller holds a reference on the slot."""

@@ -51,7 +51,7 @@ class EmbeddingHook(SiteHook):
         if pair is None:
             return base
         a, b, scale = pair
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(base.device.type, enabled=False):
             delta = (a[:, ids].T.float() @ b.float().T) * (weight * scale)
         return (base.float() + delta * self._scale(torch.float32)).to(base.dtype)
 

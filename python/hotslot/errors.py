@@ -13,6 +13,7 @@
     |   +-- LeaseError                                a lease released twice, or of another pool
     +-- RouteError                     (ValueError)   rows that do not fit the batch or the pool
     +-- ClosedError                    (RuntimeError) the pool or the attachment is gone
+    +-- TierError                      (RuntimeError) a tier could not take or give a copy
     +-- PeerError                      (RuntimeError) another process could not serve weights
     +-- DeviceError                    (RuntimeError) a device call failed
     +-- KernelCompileError             (RuntimeError) a kernel could not be compiled
@@ -41,6 +42,7 @@ __all__ = [
     "RankError",
     "RouteError",
     "SlotBusyError",
+    "TierError",
 ]
 
 
@@ -225,14 +227,42 @@ class ClosedError(HotslotError, RuntimeError):
     """Used after detach, after close, or in a process that does not own it."""
 
 
-class PeerError(HotslotError, RuntimeError):
-    """Another process could not serve the weights asked of it.
+class TierError(HotslotError, RuntimeError):
+    """A tier could not take or give a copy; it is as it was, and a load goes on without it.
 
     Attributes:
-        address: The peer's address.
+        tier: "host" or "disk".
+        needed: Bytes of the copy.
+        room: Bytes that could be made free for it.
+        path: The file or folder.
+        call: What was tried there.
+        code: The operating system's error number.
     """
 
-    address: str | None = None
+    tier: str | None = None
+    needed: int | None = None
+    room: int | None = None
+    path: str | None = None
+    call: str | None = None
+    code: int | None = None
+
+
+class PeerError(HotslotError, RuntimeError):
+    """Another process could not serve the weights asked of it, or this one could not begin to serve.
+
+    Attributes:
+        peer: The peer's address.
+        reason: "disconnected", "gone" (it no longer has it), "timeout", "corrupt" (what came is not what was announced),
+            "unsupported" (another protocol or version), "refused" (wrong token or certificate, or it is full), "cancelled",
+            "address" (the address is none) or "bind" (a server could not listen).
+        found: What was found.
+        expected: What was expected.
+    """
+
+    peer: str | None = None
+    reason: str | None = None
+    found: object = None
+    expected: object = None
 
 
 class DeviceError(HotslotError, RuntimeError):

@@ -218,6 +218,21 @@ def open_weights(directory: str | os.PathLike[str]) -> io.FileIO:
     return _open(os.fspath(directory), WEIGHTS_NAME)
 
 
+def config_of(given: Any) -> PeftAdapterConfig:
+    """A config as it may be given with a call.
+
+    Raises:
+        TypeError: It is none.
+        AdapterConfigError: The config is refused.
+    """
+    if isinstance(given, PeftAdapterConfig):
+        return given
+    fields = given.to_dict() if hasattr(given, "to_dict") else given
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"found a config of {type(given).__name__}; expected a PeftAdapterConfig, a mapping or peft.LoraConfig")
+    return PeftAdapterConfig.from_dict({"peft_type": "LORA", **fields})
+
+
 def memory_adapter(tensors: Mapping[str, Any], config: Any) -> Adapter:
     """Describe an adapter that is in memory, as `peft.get_peft_model_state_dict` gives it.
 
@@ -230,13 +245,7 @@ def memory_adapter(tensors: Mapping[str, Any], config: Any) -> Adapter:
         AdapterConfigError: The config is refused.
         AdapterFileError: A tensor has a dtype that is not served.
     """
-    if not isinstance(config, PeftAdapterConfig):
-        fields = config.to_dict() if hasattr(config, "to_dict") else config
-        if not isinstance(fields, Mapping):
-            raise TypeError(
-                f"found a config of {type(config).__name__}; expected a PeftAdapterConfig, a mapping or peft.LoraConfig"
-            )
-        config = PeftAdapterConfig.from_dict({"peft_type": "LORA", **fields})
+    config = config_of(config)
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise TypeError(f"found tensors of {type(tensors).__name__}; expected a mapping: name -> tensor")
     return Adapter(_MEMORY, config, {name: memory_tensor(name, tensor) for name, tensor in tensors.items()})

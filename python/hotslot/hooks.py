@@ -29,6 +29,8 @@ from .routing import CURRENT, Route, check_rows, current_route
 if TYPE_CHECKING:
     from ._core import Plan
     from .model import AttachedModel
+    from .ops.backend import DeviceBackend
+    from .ops.step import Step
     from .shared import SharedInput
     from .sites import ModelSite
 
@@ -42,7 +44,7 @@ class Call:
     Attributes:
         rows: Of its batch; None where it could not be told.
         active: Where the route's adapters begin, if not with the row.
-        plain: The route, if a linear layer has nothing else to do than to run the kernel of its plan; else None.
+        plain: The route, if a linear layer has nothing else to do than to run the CPU's kernel of its plan; else None.
         threads: torch's, as the call began.
     """
 
@@ -52,7 +54,7 @@ class Call:
         self.lora = lora
         self.rows = rows
         self.active = active
-        has_more = route is None or route.activation is not None or bool(route.replaced)
+        has_more = route is None or lora.backend is not None or route.activation is not None or bool(route.replaced)
         self.plain = None if has_more or rows is None or is_tracing() else route
         self.threads = torch.get_num_threads()
 
@@ -91,7 +93,8 @@ class SiteHook(Attached):
         self.out_features = found.site.out_features
         self.index = index
         self.module = weakref.ref(found.module)
-        self.kernel = lora.weights.site_kernel(index)
+        # None where the pool is on a GPU, whose own kernels serve.
+        self.kernel = lora.weights.site_kernel(index) if lora.weights.device == "cpu" else None
         self.uid = uid
         self.is_tower = is_tower
         self.is_head = is_head
@@ -118,7 +121,7 @@ class SiteHook(Attached):
         route = CURRENT.get()
         if route is not None and (route.lora is not self.lora or not route._entered):
             route = current_route(self.lora)
-        if route is None or route.plan.is_base:
+        if route is None or (route.plan.is_base and not route.is_captured):
             return out
         return self.apply(out, x, route, fresh=fresh)
 
@@ -147,12 +150,16 @@ class SiteHook(Attached):
         if not (fresh and out.is_contiguous()):
             out = out.clone(memory_format=torch.contiguous_format)
         tokens = x.numel() // self.in_features
+        if self.lora.backend is not None:
+            self._add_on_device(self.lora.backend, out, x.to(out.dtype).contiguous(), route.step_of(plan), tokens)
+            return out
         is_as_needed = x.dtype is out.dtype and x.is_contiguous()
         if tokens >= SHARED_FROM and self.shared is not None and is_as_needed and not x.is_inference():
             self.shared.apply(self.member, plan, x, out, tokens, self.in_features)
             return out
         if not is_as_needed:
             x = x.to(out.dtype).contiguous()
+        assert self.kernel is not None  # a pool without a backend is on the CPU
         self.kernel.apply(
             plan,
             x.data_ptr(),
@@ -164,6 +171,12 @@ class SiteHook(Attached):
             torch.get_num_threads(),
         )
         return out
+
+    def _add_on_device(self, backend: DeviceBackend, out: torch.Tensor, x: torch.Tensor, step: Step, tokens: int) -> None:
+        if self.shared is not None and not x.is_inference():
+            backend.add(self.shared.indices, self.member, step, x, out, tokens)
+        else:
+            backend.add_one(self.index, step, x.data_ptr(), out.data_ptr(), tokens, DTYPE_CODES[out.dtype])
 
     def _active_plan(self, x: torch.Tensor, route: Route) -> Plan:
         call = CALL.get()
@@ -180,12 +193,14 @@ class SiteHook(Attached):
         seen = call.rows if call is not None and call.lora is self.lora else None
         # Nearly every call ends here: inside a call whose rows the gate has compared, with the batch first.
         is_usual = seen is not None and x.dim() - self.feature_dims == 2 and x.size(0) == seen and not self.is_tower
-        if is_usual and not route.per_token and x.is_cpu and out.dtype in DTYPE_CODES:
+        if is_usual and not route.per_token and x.is_cpu and self.lora.device is None and out.dtype in DTYPE_CODES:
             return
         self.lora._process.check()
-        if not x.is_cpu:
+        device = self.lora.device_of(self.index)
+        if not (x.is_cpu if device is None else x.device == device):
             raise DeviceError(
-                f"{self.path} runs on {x.device} but its pool is on cpu: it was moved after attach; detach, move, attach again",
+                f"{self.path} runs on {x.device} but its pool is on {device or 'cpu'}: it was moved after attach; detach, move, "
+                "attach again",
                 call="forward",
             )
         if out.dtype not in DTYPE_CODES:

@@ -9,7 +9,8 @@ pairs  routed experts:    one pair for each expert and projection, cut out of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 
@@ -81,6 +82,12 @@ class PlaceSpec:
             rows, cols = (stored or content)[-1]
             self.parts[site, part] = max(rows, self.parts.get((site, part), (0, 0))[0]), cols
 
+    def of_part(self, homes: Sequence[int], part: int) -> PlaceSpec:
+        """What of it lies in one part of a pool over several devices, by the sites' numbers there."""
+        own = {site: number for number, site in enumerate(site for site, home in enumerate(homes) if home == part)}
+        ranks = {own[site]: rank for site, rank in self.ranks.items() if site in own}
+        return PlaceSpec(ranks, {(own[site], kind): shape for (site, kind), shape in self.parts.items() if site in own})
+
     def nbytes(self, sites: Sequence[Site], pool_dtype: str) -> int:
         """Bytes of a place; 0 if nothing needs one."""
         parts = [(site, part, rows, cols) for (site, part), (rows, cols) in self.parts.items()]
@@ -108,6 +115,8 @@ class InputBuilder:
         self._layouts = layouts
         self._embedding = embedding
         self._tied = tied
+        self._by_path = {found.site.path: index for index, found in enumerate(sites)}
+        self._fingerprints: dict[int, tuple[tuple[object, ...], bytes]] = {}
         self._experts = {
             (found.site.path.rpartition("[")[0], *found.expert): index
             for index, found in enumerate(sites)
@@ -144,7 +153,9 @@ class InputBuilder:
             # PEFT ties nothing where another module of the same weight has rows of its own.
             is_shared = tokens.site_index == self._embedding and not with_tokens.intersection(self._tied)
             also = self._tied if is_shared else ()
-            found += [ExtraInput(site, "rows", tokens.rows, ids=tokens.ids) for site in (tokens.site_index, *also)]
+            found.append(ExtraInput(tokens.site_index, "rows", tokens.rows, ids=tokens.ids))
+            # The adapter says nothing of these: they follow from the base, and are not for one that ties nothing.
+            found += [ExtraInput(site, "rows", tokens.rows, tokens.rows, tokens.ids) for site in also]
         return LoadInputs(sorted(pairs, key=lambda pair: pair.site_index), found)
 
     def stamp(self, sites: Sequence[int]) -> tuple[object, ...]:
@@ -153,6 +164,50 @@ class InputBuilder:
         parameters = [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
         tensors = [tensor for tensor in parameters if isinstance(tensor, torch.Tensor)]
         return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+
+    def fingerprint(self, paths: Iterable[str]) -> str | None:
+        """64 hexadecimal digits that tell the base's parameters at these sites from others, in any process; None for no sites.
+
+        Parameters are read once, and again when they were changed in place.
+        """
+        sites = sorted({self._by_path[path] for path in paths if path in self._by_path})
+        if not sites:
+            return None
+        whole = hashlib.blake2b(digest_size=32)
+        for site in sites:
+            stamp = self.stamp([site])
+            known = self._fingerprints.get(site)
+            if known is None or known[0] != stamp:
+                known = self._fingerprints[site] = stamp, self._hash(site)
+            whole.update(known[1])
+        return whole.hexdigest()
+
+    def untied_rows(self, paths: Iterable[str]) -> str | None:
+        """The path of a site that would have to have rows too, were the adapter with token rows at `paths` one for this base."""
+        rows = {self._by_path.get(path) for path in paths}
+        if self._embedding not in rows or rows.intersection(self._tied):
+            return None
+        return next((self._sites[site].site.path for site in self._tied), None)
+
+    @property
+    def tied_paths(self) -> list[str]:
+        """The paths of the sites that have the input embedding's very weight."""
+        return [self._sites[site].site.path for site in self._tied]
+
+    def _hash(self, site: int) -> bytes:
+        """The hash of one site's parameters, with its path."""
+        found = self._sites[site]
+        hasher = hashlib.blake2b(found.site.path.encode(), digest_size=32)
+        hasher.update(b"|tied" if site in self._tied else b"")
+        for name in ("weight", "bias"):
+            tensor = getattr(found.module, name, None)
+            if isinstance(tensor, torch.Tensor):
+                plain = tensor.detach()
+                hasher.update(f"|{name} {plain.dtype} {tuple(plain.shape)} {type(plain).__name__}|".encode())
+                # What is quantised is never read for a gain, and a bias never is quantised.
+                if type(tensor.data) is torch.Tensor:
+                    hasher.update(cast("Any", plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        return hasher.digest()
 
     def _check_combinations(self, adapter: Adapter, resolved: ResolvedAdapter) -> None:
         """Refuse what PEFT refuses, or does not define."""
@@ -217,7 +272,7 @@ class InputBuilder:
         weight = self._base_weight(adapter, site)
         a, b = torch.from_numpy(pair.a.to_numpy()), torch.from_numpy(pair.b.to_numpy())
         with torch.autocast("cpu", enabled=False), torch.no_grad():
-            norm = torch.linalg.norm(weight.float() + pair.scale * (b @ a), dim=1).numpy()
+            norm = torch.linalg.norm(weight.to("cpu", torch.float32) + pair.scale * (b @ a), dim=1).numpy()
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             gain = np.asarray(magnitude / norm, np.float32)
         bad = np.flatnonzero(~np.isfinite(gain))
@@ -250,7 +305,7 @@ class InputBuilder:
 
     def _base_bias(self, site: int) -> Array | None:
         bias = getattr(self._sites[site].module, "bias", None)
-        return bias.detach().float().numpy() if isinstance(bias, torch.Tensor) else None
+        return bias.detach().float().cpu().numpy() if isinstance(bias, torch.Tensor) else None
 
     def _base_biases_of_saved(self, resolved: ResolvedAdapter) -> list[ExtraInput]:
         """A weight saved without a bias keeps the base's."""

@@ -34,7 +34,8 @@ class LinearForward(InstanceForward):
     def __init__(self, lora: AttachedModel, module: torch.nn.Module, hook: SiteHook) -> None:
         super().__init__(lora, module, hook.path)
         self._hook = hook
-        self._add = hook.kernel.apply
+        # On a GPU no call is plain, and the hook adds.
+        self._add = None if hook.kernel is None else hook.kernel.apply
         self._in_features, self._out_features = hook.in_features, hook.out_features
         # The dict itself: parameters that are exchanged in it later are seen.
         self._parameters: dict[str, Any] = module._parameters
@@ -67,8 +68,9 @@ class LinearForward(InstanceForward):
                     and input.is_contiguous()
                     and not out.requires_grad
                     and forward_ad._current_level < 0
+                    and (add := self._add) is not None
                 ):
                     k, n = self._in_features, self._out_features
-                    self._add(plan, input.data_ptr(), out.data_ptr(), tokens, k, n, code, call.threads)
+                    add(plan, input.data_ptr(), out.data_ptr(), tokens, k, n, code, call.threads)
                     return out
         return self._hook.added(out, input, fresh=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Generic, TypeVar
+
+from .errors import PoolError
 
 _T = TypeVar("_T")
 
@@ -19,7 +21,7 @@ class SharedLoads(Generic[_T]):
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._running: dict[str, tuple[Hashable, Future[_T]]] = {}
+        self._running: dict[str, tuple[Hashable, Future[_T], int]] = {}
 
     def run(self, name: str, what: Hashable, operation: Callable[[], _T]) -> _T:
         """The result of `operation`, or of one with an equal `what` on the same name that is under way.
@@ -30,6 +32,7 @@ class SharedLoads(Generic[_T]):
             operation: Called in this thread if no equal one is under way.
 
         Raises:
+            PoolError: This is called from inside an operation on the same name, which would wait for itself.
             Exception: Whatever the operation that served this call raised.
         """
         while True:
@@ -37,15 +40,20 @@ class SharedLoads(Generic[_T]):
                 running = self._running.get(name)
                 if running is None:
                     mine: Future[_T] = Future()
-                    self._running[name] = (what, mine)
+                    self._running[name] = (what, mine, threading.get_ident())
                     break
-            theirs, future = running
+            theirs, future, thread = running
+            if thread == threading.get_ident():
+                raise PoolError(
+                    f"a load of {name!r} asked for another operation on {name!r} and would wait for itself; load it after"
+                )
             if theirs == what:
                 try:
                     return future.result()
+                except CancelledError:
+                    continue  # it was cancelled by those who asked for it, not by this caller
                 except Exception as error:
-                    # Every caller gets an error of its own: one instance cannot carry several tracebacks.
-                    raise copy.copy(error) from error
+                    raise own(error) from error
             future.exception()  # wait for the other operation to end, whichever way
         try:
             result = operation()
@@ -60,3 +68,12 @@ class SharedLoads(Generic[_T]):
     def _end(self, name: str) -> None:
         with self._mutex:
             del self._running[name]
+
+
+def own(error: BaseException) -> BaseException:
+    """A copy of an error for one more caller: one instance cannot carry several tracebacks."""
+    try:
+        twin = copy.copy(error)
+    except Exception:  # an error of somebody else's whose constructor takes other arguments
+        return error
+    return twin if isinstance(twin, BaseException) else error

@@ -5,27 +5,37 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ._core import Loaded, LoraWeights, SlotInfo, check_adapter_name
+from ._core import Capture, LoraWeights, SlotInfo
 from .activation import check_starts
-from .adapters import ModelAdapters
 from .attachment import Attachment, check_attachable
+from .background import Background
+from .catalog import Catalog
 from .contents import PoolContents
+from .devices import CPU, homes_of
 from .digests import Digests
 from .errors import AdapterNotFoundError, ClosedError, PoolError, RouteError, SlotBusyError
+from .fetch import Fetcher
 from .hooks import Process
 from .lease import Lease
-from .loads import SharedLoads
-from .pool import allocate, check_extras, check_limits
+from .loader import Loader, Way
+from .ops import DTYPE_CODES
+from .pool import PoolLimits, allocate, check_extras, check_limits
+from .promoter import Promoter
+from .registered import RegisteredAdapters
 from .report import LoadReport
-from .routing import BASE, Route, StaticRoute, check_rows
+from .routing import BASE, Route, StaticRoute, check_lengths, check_rows
 from .sites import ModelSite, choose, expert_indices
-from .source import Prepared, Source, SourceReader, key_of, wanted_sites
+from .source import Source, SourceReader, wanted_sites
+from .tier_stack import TierStack
+from .tiers import Tiers
+
+if TYPE_CHECKING:
+    from .ops.backend import DeviceBackend
 
 _POLL_SECONDS = 0.002
 
@@ -44,11 +54,13 @@ def attach(
     extras_bytes: int | None = None,
     experts: bool | None = None,
     unrouted: Literal["base", "error"] = "base",
+    tiers: Tiers | None = None,
 ) -> AttachedModel:
     """Give `model` a pool of adapter slots, by forward hooks; no module is replaced and no base weight copied.
 
     Args:
-        model: Any torch module on the CPU; a transformers model also gets `adapter_names=` on call and `generate`.
+        model: Any torch module, on the CPU or on GPUs: the pool lies where its layers run, a part on each device. A transformers
+            model also gets `adapter_names=` on call and `generate`.
         adapters: Startup adapters, name -> PEFT folder or `(tensors, config)`. They take the first slots, are pinned, and the
             first of them is the active adapter.
         max_loras: Slots in the pool.
@@ -60,6 +72,8 @@ def attach(
             rows, routers and experts. By default what the startup adapters need, together; nothing if they need nothing.
         experts: Whether routers and routed experts take adapters; by default the environment's HOTSLOT_LORA_EXPERTS=1.
         unrouted: What a call outside any route does: run the base model, or raise `RouteError`.
+        tiers: Where adapters are looked for before their origin is asked; see `Tiers`. Without it nothing is kept but what is in
+            slots.
 
     Returns:
         The attached model's adapters. Everything is allocated here and nothing grows with use.
@@ -68,6 +82,9 @@ def attach(
         PoolError: The model is attached already, or `max_loras` has no room for the startup adapters.
         RouteError: `sites` names no layer, or one that hooks cannot serve.
         AdapterError: A startup adapter is refused; the model is left unattached.
+        DeviceError: A GPU cannot be used, or some layers run on the CPU and some on a GPU; the model is left unattached.
+        KernelCompileError: The GPU's kernels are not there and cannot be compiled; the model is left unattached.
+        TierError: The folder of the disk cache cannot be used.
 
     Example:
         >>> layer = torch.nn.Sequential(torch.nn.Linear(8, 8))
@@ -82,6 +99,8 @@ def attach(
     check_limits(max_loras, max_rank, pool_dtype, len(startup))
     if unrouted not in ("base", "error"):
         raise RouteError(f"unrouted={unrouted!r}; expected 'base' or 'error'")
+    if tiers is not None and not isinstance(tiers, Tiers):
+        raise PoolError(f"tiers={tiers!r}; expected a hotslot.Tiers, or None for no tiers")
     with_experts = os.environ.get("HOTSLOT_LORA_EXPERTS") == "1" if experts is None else experts
     check_extras(0 if extras_bytes is None else extras_bytes, with_experts)
     sites = sites if isinstance(sites, str) else list(sites)
@@ -90,41 +109,72 @@ def attach(
     check_attachable(model, chosen)
     reader = SourceReader(chosen, model, max_rank, experts=with_experts)
     laid_out = [found.site for found in chosen]
-    if extras_bytes is None:
-        extras_bytes = reader.place_spec(startup.values()).nbytes(laid_out, pool_dtype)
-    weights = allocate(laid_out, max_loras, max_rank, pool_dtype, pinned=len(startup), extras_bytes=extras_bytes)
-    lora = AttachedModel(model, weights, chosen, reader, unrouted)
+    devices, homes = homes_of(chosen)
+    place = reader.place_spec(startup.values()) if extras_bytes is None else extras_bytes
+    if devices == [CPU]:
+        extras = place if isinstance(place, int) else place.nbytes(laid_out, pool_dtype)
+        weights = allocate(laid_out, max_loras, max_rank, pool_dtype, pinned=len(startup), extras_bytes=extras)
+        lora = AttachedModel(model, weights, chosen, reader, unrouted, tiers or Tiers())
+    else:
+        from .ops.placed import on_devices
+
+        limits = PoolLimits(max_loras, max_rank, pool_dtype, len(startup))
+        weights, backend = on_devices(devices, homes, laid_out, limits, place)
+        lora = AttachedModel(model, weights, chosen, reader, unrouted, tiers or Tiers())
+        lora.backend, lora.devices = backend, [devices[home] for home in homes]
     for slot, (name, source) in enumerate(startup.items()):
-        lora._load_startup(slot, name, source)
+        lora._loader.load(name, source, Way("startup", slot))
     weights.set_lora_weights()
     lora._attachment = Attachment(lora, model, chosen)
+    if lora.backend is not None:
+        dtypes = {parameter.dtype for found in chosen for parameter in found.module.parameters(recurse=False)}
+        try:
+            lora.backend.prepare(lora._attachment.groups(), [dtype for dtype in DTYPE_CODES if dtype in dtypes])
+        except BaseException:
+            # Without its kernels no layer may be left hooked.
+            lora.detach()
+            raise
     return lora
 
 
-class AttachedModel(ModelAdapters):
+class AttachedModel(RegisteredAdapters):
     """A model's adapters; made by `attach`. All methods may be called from any thread.
 
     Attributes:
         weights: The `LoraWeights` underneath: slots, tables, counts.
-        reports: name -> report of its last load.
         unrouted: What a call outside any route does, "base" or "error".
+        backend: The kernels on the pool's device; None where those of the CPU serve.
+        device: That device, if all layers have one backend's.
+        devices: The device of each site, where `attach` found them on GPUs.
     """
 
     def __init__(
-        self, model: torch.nn.Module, weights: LoraWeights, sites: Sequence[ModelSite], reader: SourceReader, unrouted: str
+        self,
+        model: torch.nn.Module,
+        weights: LoraWeights,
+        sites: Sequence[ModelSite],
+        reader: SourceReader,
+        unrouted: str,
+        tiers: Tiers,
     ) -> None:
         self.weights = weights
-        self.reports: dict[str, LoadReport] = {}
         self.unrouted = unrouted
+        self.backend: DeviceBackend | None = None
+        self.device: torch.device | None = None
+        self.devices: Sequence[torch.device] | None = None
         self._model_name = type(model).__name__
         self._reader = reader
         self._contents = PoolContents(weights, expert_indices(sites))
         self._attachment: Attachment | None = None
         self._closed = False
-        self._loads: SharedLoads[tuple[int, str | None]] = SharedLoads()
-        self._replacing: set[str] = set()
-        self._digests = Digests(weights)
         self._process = Process()
+        self._digests = Digests(weights)
+        self._tiers = TierStack(weights, reader, tiers)
+        self._fetcher = Fetcher(weights, reader, self._digests, self._tiers)
+        self._loader = Loader(weights, self._fetcher, self._digests, self._tiers)
+        self._catalog = Catalog()
+        self._background = Background(tiers.max_loads, self._process)
+        self._promoter = Promoter(self, self._loader, self._catalog, self._background)
         self._live = 0  # entered routes
         self._live_mutex = threading.Lock()
 
@@ -136,6 +186,8 @@ class AttachedModel(ModelAdapters):
         *,
         tokens: Sequence[Any] | None = None,
         starts: Sequence[int | None] | None = None,
+        lengths: Sequence[int] | None = None,
+        load: bool = False,
     ) -> Route:
         """Bind each row of a batch to an adapter, as a context manager.
 
@@ -146,26 +198,36 @@ class AttachedModel(ModelAdapters):
             starts: The first active token of each row, counted from the start of its sequence (padding and cached tokens
                 included); what comes before is base. None for a row whose adapters decide: an aLoRA adapter begins at the last
                 occurrence of its invocation tokens, any other with the row.
+            lengths: How many tokens of a packed batch each row has, one row after the other: a mixed batch of prompts and decode
+                steps. On a GPU a row's bits are then those that it has in a batch of its own.
+            load: Load registered names that are missing, on worker threads, before the block is entered; `async with` waits for
+                them without blocking the event loop.
 
         Raises:
-            RouteError: No rows, or a selector or start that is none. On entering: an empty slot, or DoRA in a weighted row.
-            AdapterNotFoundError: On entering: an unknown name.
+            RouteError: No rows, or a selector, start or length that is none. On entering: an empty slot, or DoRA in a weighted row.
+            AdapterNotFoundError: On entering: an unknown name (with `load`, one that is not registered either).
             SlotBusyError: On entering: the adapter is being loaded.
+            Exception: On entering with `load`: whatever a load raised; nothing is held then.
         """
         self._check_open()
-        if rows is not None and tokens is None:
+        if rows is not None and lengths is not None and tokens is None and starts is None:
             selectors = check_rows(rows)
-            return Route(self, selectors, per_token=False, starts=check_starts(starts, len(selectors)))
-        if tokens is not None and rows is None and starts is None:
-            return Route(self, check_rows(tokens), per_token=True)
+            counts = check_lengths(lengths, len(selectors))
+            packed = [selector for selector, count in zip(selectors, counts, strict=True) for _ in range(count)]
+            return Route(self, packed, per_token=True, lengths=counts, load=load)
+        if rows is not None and tokens is None and lengths is None:
+            selectors = check_rows(rows)
+            return Route(self, selectors, per_token=False, starts=check_starts(starts, len(selectors)), load=load)
+        if tokens is not None and rows is None and starts is None and lengths is None:
+            return Route(self, check_rows(tokens), per_token=True, load=load)
         raise RouteError(
-            "route takes either rows (with starts=) or tokens=: one selector per row, or one per token of a packed batch"
+            "route takes rows (with starts= or lengths=) or tokens=: one selector per row, or one per token of a packed batch"
         )
 
-    def static_route(self, max_tokens: int) -> StaticRoute:
+    def static_route(self, max_tokens: int, max_entries: int = 1) -> StaticRoute:
         """A route whose buffers keep their addresses, for captured graphs; fill it with `set(rows)`."""
         self._check_open()
-        return StaticRoute(self, max_tokens)
+        return StaticRoute(self, max_tokens, max_entries)
 
     def lease(self, selector: Any) -> Lease:
         """Hold a reference on an adapter, by name, slot, or None for the active one, until the lease is released.
@@ -182,6 +244,18 @@ class AttachedModel(ModelAdapters):
             raise RouteError("no adapter is active; lease one by name")
         info = self.weights.slot_info(slot)
         return Lease(self, slot, info.name, info.generation)
+
+    def capturing(self) -> Capture:
+        """Inside, a CUDA graph may be captured in this thread: loads, in every thread, pause until it is left.
+
+        Call the model once before, under a `static_route`, so that nothing is left to compile or to allocate.
+
+        Example:
+            >>> lora = attach(torch.nn.Sequential(torch.nn.Linear(8, 8)), max_loras=2, max_rank=4)
+            >>> with lora.capturing():  # and inside: torch.cuda.graph(...), the model's call
+            ...     pass
+        """
+        return Capture()
 
     # --- loading ---------------------------------------------------------------------------------------------------------
 
@@ -216,14 +290,7 @@ class AttachedModel(ModelAdapters):
     def swap_lora_from_disk(self, directory: str | os.PathLike[str], name: str, slot: int) -> int:
         """Put an adapter into a given slot; see `ModelAdapters.swap_lora_from_disk`."""
         self._check_open()
-        return self._load(
-            name,
-            directory,
-            ("swap", slot),
-            lambda it, known, later: self.weights.pack_store_into_slot(
-                slot, name, it.pairs, it.config, extras=it.extras, known=known, defer_digest=later
-            ),
-        )[0]
+        return self._loader.load(name, directory, Way("swap", slot))[0]
 
     def replace(self, name: str, source: Source) -> int:
         """Give a resident name new weights under load: running requests finish on the old, new ones get the new.
@@ -242,14 +309,7 @@ class AttachedModel(ModelAdapters):
         self._check_open()
         if self.weights.slot_of(name) is None:
             raise self._not_found(name)
-        return self._load(
-            name,
-            source,
-            ("replace",),
-            lambda it, known, later: self.weights.replace(
-                name, it.pairs, it.config, extras=it.extras, known=known, defer_digest=later
-            ),
-        )[0]
+        return self._loader.load(name, source, Way("replace"))[0]
 
     def set_active_lora(self, name: str) -> int:
         """Make a resident adapter the active one; see `ModelAdapters.set_active_lora`."""
@@ -273,8 +333,7 @@ class AttachedModel(ModelAdapters):
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                self._loads.run(name, ("unload", deferred), lambda: (self.weights.unload(name, deferred)[0], None))
-                self.reports.pop(name, None)
+                self._loader.unload(name, deferred)
                 return
             except SlotBusyError:
                 if not wait or (end is not None and time.monotonic() >= end):
@@ -304,12 +363,19 @@ class AttachedModel(ModelAdapters):
             self._release(slot)
 
     @property
+    def reports(self) -> dict[str, LoadReport]:
+        """The report of each name's last load."""
+        return self._loader.reports
+
+    @property
     def closed(self) -> bool:
         """Whether `detach` was called."""
         return self._closed
 
     def detach(self) -> None:
         """Take the pool off the model, which is then bit for bit what it was before. A second call does nothing.
+
+        Loads that are under way end with `ClosedError`; a callable that is working for one is not waited for.
 
         Raises:
             SlotBusyError: A route is entered or a lease is held.
@@ -318,12 +384,17 @@ class AttachedModel(ModelAdapters):
             if self._closed:
                 return
             busy = [slot for slot in self.weights.slot_infos() if slot.ref_count]
+            if busy and not self._live and sum(slot.ref_count for slot in busy) <= self._tiers.num_leases:
+                self._tiers.close()  # only other processes hold them
+                busy = [slot for slot in self.weights.slot_infos() if slot.ref_count]
             if self._live or busy:
                 names = ", ".join(f"{slot.name} ({slot.ref_count})" for slot in busy) or "base rows only"
                 raise SlotBusyError(
                     f"detach with {self._live} routes entered and references on {names}; leave the routes and release the leases"
                 )
             self._closed = True
+        self._background.close(self._closed_error())
+        self._tiers.close()
         if self._attachment is not None:
             self._attachment.remove()
         self._digests.close()
@@ -355,7 +426,7 @@ class AttachedModel(ModelAdapters):
         if isinstance(selector, str):
             slot = self.weights.acquire_by_name(selector)
             if slot < 0:
-                if selector in self._replacing:
+                if self._loader.is_replacing(selector):
                     raise SlotBusyError(
                         f"adapter {selector!r} is being loaded again and has no slot meanwhile; try again in a moment",
                         name=selector,
@@ -382,8 +453,13 @@ class AttachedModel(ModelAdapters):
             )
         return slot
 
-    def _release(self, slot: int) -> None:
-        self.weights.release_slot(slot)
+    def _release(self, slot: int, streams: Any = None) -> None:
+        """Give a reference back; on a GPU, `streams` are those on which the holder's kernels may still run."""
+        self.weights.release_slot(slot, streams)
+
+    def device_of(self, site: int) -> torch.device | None:
+        """Where a site's kernels run; None for the CPU's."""
+        return self.device if self.devices is None else self.devices[site]
 
     def _route_entered(self) -> None:
         with self._live_mutex:
@@ -394,80 +470,13 @@ class AttachedModel(ModelAdapters):
         with self._live_mutex:
             self._live -= 1
 
-    # --- loading, inside -------------------------------------------------------------------------------------------------
-
-    def _load_startup(self, slot: int, name: str, source: Source) -> None:
-        self._load(
-            name,
-            source,
-            ("startup", slot),
-            lambda it, known, later: self.weights.pack_slot(
-                slot, name, it.pairs, it.config, extras=it.extras, known=known, defer_digest=later
-            ),
-        )
+    # --- inside ----------------------------------------------------------------------------------------------------------
 
     def _promote(self, source: Source, name: str, *, activate: bool) -> tuple[int, str | None]:
         self._check_open()
         if activate:
             self.weights.check_rotation()
-        return self._load(
-            name,
-            source,
-            ("promote", activate),
-            lambda it, known, later: self.weights.promote(
-                name, it.pairs, it.config, extras=it.extras, activate=activate, known=known, defer_digest=later
-            ),
-        )
-
-    def _load(
-        self, name: str, source: Source, what: tuple[Any, ...], into_pool: Callable[[Prepared, str | None, bool], Loaded]
-    ) -> tuple[int, str | None]:
-        """Open a source, fit it to the pool, and let `into_pool` move it; threads that ask for the same share one load.
-
-        `into_pool` gets the digest if it is known, and whether it may be left for later.
-        """
-        check_adapter_name(name)
-
-        def operation() -> tuple[int, str | None]:
-            with ExitStack() as files:
-                prepared = self._reader.open(source, files)
-                known = self._digests.known(prepared.identity)
-                # Tensors in memory may change as soon as this returns, and a resident name must be compared: both need it now.
-                is_compared = self._is_resident(name, what)
-                later = known is None and prepared.identity is not None and not is_compared
-                with self._replaces(name):
-                    loaded = into_pool(prepared, known, later)
-                prepared.report.rounded, prepared.report.digest = loaded.rounded, loaded.cache_id
-                self.reports[name] = prepared.report
-                if loaded.evicted is not None:
-                    self.reports.pop(loaded.evicted, None)
-                if loaded.cache_id is None:
-                    self._digests.compute_later(loaded, prepared, files.pop_all())
-                else:
-                    self._digests.remember(prepared.identity, loaded.cache_id)
-            return loaded.slot, loaded.evicted
-
-        return self._loads.run(name, (*what, key_of(source)), operation)
-
-    def _is_resident(self, name: str, what: tuple[Any, ...]) -> bool:
-        """Whether a promotion may find `name` in its slot; its digest is there when this returns."""
-        slot = self.weights.slot_of(name) if what[0] == "promote" else None
-        if slot is None:
-            return False
-        self._digests.wait_for(slot, self.weights.slot_info(slot).generation)
-        return True
-
-    @contextmanager
-    def _replaces(self, name: str) -> Iterator[None]:
-        """Inside, a resident `name` without a slot is busy, not unknown: it is rewritten in place, or evicted and comes back."""
-        if self.weights.slot_of(name) is None:
-            yield
-            return
-        self._replacing.add(name)
-        try:
-            yield
-        finally:
-            self._replacing.discard(name)
+        return self._loader.load(name, source, Way("promote", activate=activate))
 
     def _not_found(self, name: str) -> AdapterNotFoundError:
         known = tuple(self.weights.adapter_names())
@@ -481,4 +490,7 @@ class AttachedModel(ModelAdapters):
     def _check_open(self) -> None:
         self._process.check()
         if self._closed:
-            raise ClosedError(f"the pool of {self._model_name} was detached; attach the model again")
+            raise self._closed_error()
+
+    def _closed_error(self) -> ClosedError:
+        return ClosedError(f"the pool of {self._model_name} was detached; attach the model again")

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ._core import LoraWeights, ModelConfig, Site, pool_slot_bytes, tables_bytes
-from .errors import PoolError, RankError
-from .memory import HostBuffer
+from .errors import DeviceError, PoolError, RankError
+from .memory import DeviceBuffer, HostBuffer
 
 if TYPE_CHECKING:
     import torch
+
+    from .ops.launcher import Launcher
 
 MAX_RANK = 256
 """The largest rank that the kernels take."""
 
 _DTYPES = ("bfloat16", "float32")
 _MAX_PLACE = 1 << 48
+_OUT_OF_MEMORY = 2  # of the driver and of the runtime
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,23 @@ class PoolPlan:
             + (f" + extras of {self.extras_bytes / 2**20:.1f} MiB" if self.extras_bytes else "")
             + f" = {self.total_bytes / 2**20:.1f} MiB"
         )
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """What all parts of a pool have in common.
+
+    Attributes:
+        max_loras: Slots.
+        max_rank: Largest rank.
+        pool_dtype: "bfloat16" or "float32".
+        pinned: Slots at the front that promotions never take.
+    """
+
+    max_loras: int
+    max_rank: int
+    pool_dtype: str
+    pinned: int
 
 
 def plan(
@@ -129,14 +149,39 @@ def check_limits(max_loras: int, max_rank: int, pool_dtype: str, pinned: int) ->
 
 
 def allocate(
-    sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str, *, pinned: int, extras_bytes: int = 0
+    sites: Sequence[Site],
+    max_loras: int,
+    max_rank: int,
+    pool_dtype: str,
+    *,
+    pinned: int,
+    extras_bytes: int = 0,
+    launcher: Launcher | None = None,
+    compute_stream: int = 0,
 ) -> LoraWeights:
-    """A pool over `sites` in fresh host memory, with a place of `extras_bytes` per slot; the memory lives as long as the pool."""
+    """A pool over `sites` in fresh memory, with a place of `extras_bytes` per slot; the memory lives as long as the pool.
+
+    Args:
+        sites: The layers that take adapters.
+        max_loras: Slots.
+        max_rank: Largest rank.
+        pool_dtype: "bfloat16" or "float32".
+        pinned: Slots at the front that promotions never take.
+        extras_bytes: Bytes of a place.
+        launcher: The GPU that the memory is on; None for the host.
+        compute_stream: The GPU's stream on which cells are written: that on which the model runs as a rule.
+
+    Raises:
+        PoolError: There is no room.
+        DeviceError: A call to the GPU failed.
+    """
     sizes = _plan(sites, max_loras, max_rank, pool_dtype, extras_bytes)
     try:
-        pool, tables = HostBuffer(max(1, sizes.pool_bytes)), HostBuffer(sizes.tables_bytes)
-        extras = HostBuffer(sizes.extras_bytes) if sizes.extras_bytes else None
-    except (OSError, OverflowError) as error:
+        pool, tables = _buffer(launcher, max(1, sizes.pool_bytes)), _buffer(launcher, sizes.tables_bytes)
+        extras = _buffer(launcher, sizes.extras_bytes) if sizes.extras_bytes else None
+    except (OSError, OverflowError, DeviceError) as error:
+        if isinstance(error, DeviceError) and error.code != _OUT_OF_MEMORY:
+            raise
         raise PoolError(f"cannot allocate {sizes}: {error}; lower max_loras, max_rank or extras_bytes") from error
     return LoraWeights(
         list(sites),
@@ -151,7 +196,13 @@ def allocate(
         extras_address=0 if extras is None else extras.address,
         extras_bytes=0 if extras is None else extras.nbytes,
         owner=(pool, tables) if extras is None else (pool, tables, extras),
+        device="cpu" if launcher is None else f"cuda:{launcher.device}",
+        compute_stream=compute_stream,
     )
+
+
+def _buffer(launcher: Launcher | None, nbytes: int) -> HostBuffer | DeviceBuffer:
+    return HostBuffer(nbytes) if launcher is None else DeviceBuffer(launcher, nbytes)
 
 
 def _plan(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str, extras_bytes: int) -> PoolPlan:

@@ -21,6 +21,10 @@ class Recent(Generic[_T]):
         """What was kept under a key, or None."""
         return self._kept.get(key)
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether something is kept under a key."""
+        return key in self._kept
+
     def keep(self, key: Hashable, value: _T) -> None:
         """Keep a value, and forget the oldest where there are too many."""
         with self._mutex:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .keys import shown
+
+if TYPE_CHECKING:
+    from ._core import PackedAdapter, PackedFile
 
 _SHARED_EXPERTS: Final = frozenset(("shared_expert", "shared_experts"))
 
@@ -65,6 +69,31 @@ class LoadReport:
         found["scales"] = list(self.scales)
         return found
 
+    def to_json(self) -> str:
+        """The report as text, for `from_json`."""
+        return json.dumps(self.to_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> LoadReport:
+        """The report that a packed adapter carries, which may be another process's.
+
+        Raises:
+            ValueError: It is none.
+        """
+        found: Any = json.loads(text)
+        if not isinstance(found, dict) or found.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError(f"no report: {shown(text)}")
+        ignored = [IgnoredTensor(str(it["name"]), str(it["reason"]), int(it["nbytes"])) for it in found.pop("ignored")]
+        report = cls(**found, ignored=ignored)
+        report.modules = _numbers(report.modules)
+        report.ranks = {int(rank): count for rank, count in _numbers(report.ranks).items()}
+        report.dtypes = _numbers(report.dtypes)
+        report.scales = tuple(float(scale) for scale in report.scales)
+        report.renamed = [(str(file), str(host)) for file, host in report.renamed]
+        report.warnings = [str(warning) for warning in report.warnings]
+        report.applied, report.nbytes = int(report.applied), int(report.nbytes)
+        return report
+
     def __str__(self) -> str:
         """A few lines for people."""
         lines = [
@@ -82,6 +111,22 @@ class LoadReport:
         return "\n".join(lines)
 
 
+def report_of_packed(packed: PackedAdapter | PackedFile) -> LoadReport:
+    """The report that a packed adapter carries; one that came without says what its pairs say."""
+    header = json.loads(packed.header) if not hasattr(packed, "report") or packed.report is None else {"report": packed.report}
+    try:
+        return LoadReport.from_json(header["report"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pairs = json.loads(packed.header)["pairs"]
+    report = LoadReport(applied=len(pairs), nbytes=packed.nbytes)
+    for pair in pairs:
+        kind = module_kind(pair["site"])
+        report.modules[kind] = report.modules.get(kind, 0) + 1
+        report.ranks[pair["rank"]] = report.ranks.get(pair["rank"], 0) + 1
+    report.scales = tuple(sorted({float(pair["scale"]) for pair in pairs}))
+    return report
+
+
 def module_kind(path: str) -> str:
     """What a module is called among its like: the last part of its path, and that of a shared expert with its parent's.
 
@@ -92,6 +137,10 @@ def module_kind(path: str) -> str:
     parent, _, leaf = path.rpartition(".")
     name = parent.rpartition(".")[2]
     return f"{name}.{leaf}" if name in _SHARED_EXPERTS else leaf
+
+
+def _numbers(found: Mapping[Any, Any]) -> dict[Any, int]:
+    return {str(key): int(value) for key, value in found.items()}
 
 
 def _counts(found: Mapping[Any, int]) -> str:

@@ -7,8 +7,10 @@ A route resolves its rows once, holds one reference per distinct slot from enter
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
@@ -20,6 +22,7 @@ from .lease import Lease
 if TYPE_CHECKING:
     from .contents import Contents
     from .model import AttachedModel
+    from .ops.step import Step
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -47,6 +50,9 @@ BASE: Final = _Base()
 
 Selector = "str | int | None | _Base | Lease | Mapping[Any, float]"
 
+# Plans beside a route's own that keep their rows on the device: those of single rows, and of calls in which adapters begin.
+_MOST_STEPS = 64
+
 CURRENT: ContextVar[Route | None] = ContextVar("hotslot_route", default=None)
 """The innermost route of this context, of whatever model; `Route.outer` leads to the others."""
 
@@ -63,9 +69,17 @@ class Route:
     """
 
     def __init__(
-        self, lora: AttachedModel, selectors: Sequence[Any], *, per_token: bool, starts: Sequence[int | None] | None = None
+        self,
+        lora: AttachedModel,
+        selectors: Sequence[Any],
+        *,
+        per_token: bool,
+        starts: Sequence[int | None] | None = None,
+        lengths: Sequence[int] | None = None,
+        load: bool = False,
     ) -> None:
         self.lora = lora
+        self.lengths = None if lengths is None else tuple(lengths)
         self.outer: Route | None = None
         self.num_rows = len(selectors)
         self.per_token = per_token
@@ -82,9 +96,15 @@ class Route:
         """Where the rows' adapters begin, if that is not everywhere."""
         self._selectors = list(selectors)
         self._starts = starts
+        self._load = load
         self._held: list[int] = []
         self._row_plans: dict[int, Plan] = {}
         self._entered = False
+        self._step: Step | None = None
+        self._other_steps: dict[int, Step] = {}
+
+    is_captured = False
+    """Whether sites launch their kernels even if no row has an adapter: a graph must not depend on the rows."""
 
     @property
     def entered(self) -> bool:
@@ -92,6 +112,14 @@ class Route:
         return self._entered
 
     def __enter__(self) -> Route:
+        if not self._load:
+            return self._begin()
+        self._check_left()
+        with ExitStack() as held:
+            self.lora._promoter.hold(names_in(self._selectors), held)
+            return self._begin()
+
+    def _begin(self) -> Route:
         self._acquire()
         self.outer = CURRENT.get()
         CURRENT.set(self)
@@ -120,7 +148,12 @@ class Route:
         return False
 
     async def __aenter__(self) -> Route:
-        return self.__enter__()
+        if not self._load:
+            return self._begin()
+        self._check_left()
+        with ExitStack() as held:
+            await self.lora._promoter.ahold(names_in(self._selectors), held)
+            return self._begin()
 
     async def __aexit__(self, *exc: object) -> None:
         self.__exit__(*exc)
@@ -165,18 +198,22 @@ class Route:
             finally:
                 CURRENT.reset(token)
                 for slot in held:
-                    self.lora._release(slot)
+                    self.lora._release(slot, self._streams())
 
         return bound
 
-    def _acquire(self) -> None:
+    def _check_left(self) -> None:
         if self._entered:
             raise RouteError(f"{self!r} is entered already; make one route for each nested or concurrent use")
+
+    def _acquire(self) -> None:
+        self._check_left()
         rows, held = resolve_rows(self.lora, self._selectors)
         try:
             self._fill(rows, held, self._starts)
             self.lora._route_entered()
         except BaseException:
+            self._give_steps_back()
             for slot in held:
                 self.lora._release(slot)
             raise
@@ -200,6 +237,45 @@ class Route:
         self.replaced = frozenset(site for it in contents.values() for site in it.replacements)
         self.activation = Activation(rows, invocations, starts) if invocations or starts is not None else None
         self._row_plans = {}
+        self._fill_step()
+
+    def _fill_step(self) -> None:
+        """Send the rows to the device, if the pool is on one."""
+        backend = self.lora.backend
+        if backend is None or self.plan.is_base:
+            return
+        if self.lengths is None:
+            self._step = backend.take(self.rows)
+        else:
+            firsts = itertools.accumulate(self.lengths, initial=0)
+            rows = [self.rows[first] if length else [] for first, length in zip(firsts, self.lengths, strict=False)]
+            self._step = backend.take_packed(rows, self.lengths)
+
+    def step_of(self, plan: Plan) -> Step:
+        """The rows of a plan of this route on the device."""
+        backend = self.lora.backend
+        assert backend is not None
+        if plan is self.plan and self._step is not None:
+            return self._step
+        step = self._other_steps.get(plan.stamp)
+        if step is None:
+            if len(self._other_steps) == _MOST_STEPS:
+                # Another fill of the oldest comes behind its launches.
+                backend.give_back(self._other_steps.pop(next(iter(self._other_steps))))
+            step = self._other_steps[plan.stamp] = backend.take(plan.entries())
+        return step
+
+    def _streams(self) -> Any:
+        """The streams on which kernels of this route may still run: what it gives back is written only after them."""
+        backend = self.lora.backend
+        return None if backend is None else backend.streams([*self._other_steps.values(), *filter(None, [self._step])])
+
+    def _give_steps_back(self) -> None:
+        backend, steps = self.lora.backend, [*self._other_steps.values(), *filter(None, [self._step])]
+        self._other_steps, self._step = {}, None
+        if backend is not None:
+            for step in steps:
+                backend.give_back(step)
 
     def row_plan(self, row: int) -> Plan:
         """A plan for the tokens of one row alone."""
@@ -254,9 +330,11 @@ class Route:
         if not self._entered:
             return
         self._entered = False
+        streams = self._streams()
+        self._give_steps_back()
         held, self._held = self._held, []
         for slot in held:
-            self.lora._release(slot)
+            self.lora._release(slot, streams)
         self.lora._route_left()
 
     def __repr__(self) -> str:
@@ -269,15 +347,31 @@ class StaticRoute(Route):
 
     Args (of `AttachedModel.static_route`):
         max_tokens: The most rows that `set` will be given.
+        max_entries: The most adapters that a row will have, on a device: captured graphs have room for no more.
 
     The references of the last `set` are held until the next one or `close`.
     """
 
-    def __init__(self, lora: AttachedModel, max_tokens: int) -> None:
-        if max_tokens < 1:
-            raise RouteError(f"max_tokens={max_tokens}: a static route takes at least one row")
+    def __init__(self, lora: AttachedModel, max_tokens: int, max_entries: int = 1) -> None:
+        if max_tokens < 1 or max_entries < 1:
+            raise RouteError(
+                f"max_tokens={max_tokens}, max_entries={max_entries}: a static route takes at least one row of one adapter"
+            )
         super().__init__(lora, [BASE], per_token=False)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.max_entries = max_tokens, max_entries
+        self.is_captured = lora.backend is not None
+
+    def _fill_step(self) -> None:
+        backend = self.lora.backend
+        if backend is None:
+            return
+        for step in self._other_steps.values():
+            backend.give_back(step)
+        self._other_steps = {}
+        if self._step is None:
+            self._step = backend.take(self.rows, max_rows=self.max_tokens, max_entries=self.max_entries)
+        else:
+            backend.fill(self._step, self.rows)
 
     def set(self, rows: Sequence[Any], *, starts: Sequence[int | None] | None = None) -> None:
         """Route the next replays by `rows`; on an error the old rows stay.
@@ -287,7 +381,8 @@ class StaticRoute(Route):
             starts: As in `AttachedModel.route`.
 
         Raises:
-            RouteError: More rows than `max_tokens`, no rows, or a selector that does not resolve.
+            RouteError: More rows than `max_tokens`, no rows, or a selector that does not resolve. On a GPU also: `starts`, or an
+                adapter that is more than pairs, gains and biases of linear layers, which no captured graph could follow.
         """
         selectors = check_rows(rows)
         if len(selectors) > self.max_tokens:
@@ -295,6 +390,8 @@ class StaticRoute(Route):
         begins = check_starts(starts, len(selectors))
         resolved, held = resolve_rows(self.lora, selectors)
         try:
+            self._check_entries(resolved)
+            self._check_captured(held, begins)
             self._fill(resolved, held, begins)
         except BaseException:
             for slot in held:
@@ -306,8 +403,33 @@ class StaticRoute(Route):
         if not self._entered:
             self.lora._route_entered()
             self._entered = True
+        streams = self._streams()
         for slot in old:
-            self.lora._release(slot)
+            self.lora._release(slot, streams)
+
+    def _check_entries(self, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
+        longest = max(map(len, rows))
+        if self.lora.backend is not None and longest > self.max_entries:
+            raise RouteError(
+                f"a row of {longest} adapters given to a static route of max_entries={self.max_entries}; make one for more"
+            )
+
+    def _check_captured(self, slots: Sequence[int], starts: Sequence[int | None] | None) -> None:
+        """Refuse what a captured graph would not learn of: what the host does by the rows, not the kernels by the tables."""
+        if not self.is_captured:
+            return
+        if starts is not None:
+            raise RouteError(
+                "starts= given to a static route on a GPU, whose graphs have no place for them; use route(rows, starts=)"
+            )
+        for slot in slots:
+            found = self.lora._contents.of(slot)
+            if found.whole_rows or found.invocation_tokens:
+                what = "is an aLoRA" if found.invocation_tokens else "adapts embeddings, heads, routers or experts"
+                raise RouteError(
+                    f"slot {slot} given to a static route on a GPU {what}, which a captured graph cannot follow; use route(rows)",
+                    slot=slot,
+                )
 
     def close(self) -> None:
         """Return the references that the last `set` took."""
@@ -346,6 +468,25 @@ def check_rows(rows: Iterable[Any]) -> list[Any]:
     if not selectors:
         raise RouteError("route was given no rows; it takes one selector per row of the batch")
     return selectors
+
+
+def check_lengths(lengths: Iterable[Any], rows: int) -> list[int]:
+    """`lengths` as a list of one token count per row.
+
+    Raises:
+        RouteError: Another number of them, one that is no count, or no token at all.
+    """
+    counts = list(lengths)
+    is_count = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
+    if not is_count or len(counts) != rows or not sum(counts):
+        raise RouteError(f"lengths={counts!r} for {rows} rows; expected one token count for each, not all 0", rows=rows)
+    return counts
+
+
+def names_in(selectors: Iterable[Any]) -> list[str]:
+    """The adapter names among selectors, each once."""
+    members = (member for it in selectors for member in (it if isinstance(it, Mapping) else (it,)))
+    return list(dict.fromkeys(member for member in members if isinstance(member, str)))
 
 
 def resolve_rows(lora: AttachedModel, selectors: Sequence[Any]) -> tuple[list[list[tuple[int, float]]], list[int]]:

@@ -28,10 +28,14 @@ class SharedInput:
 
     Args:
         hooks: The sites, all of one in_features.
+
+    Attributes:
+        indices: Their indices in the pool.
     """
 
     def __init__(self, hooks: Sequence[SiteHook]) -> None:
-        self._kernels = [hook.kernel for hook in hooks]
+        self._kernels = [hook.kernel for hook in hooks if hook.kernel is not None]
+        self.indices = tuple(hook.index for hook in hooks)
         self._local = threading.local()
 
     def apply(self, member: int, plan: Plan, x: torch.Tensor, out: torch.Tensor, tokens: int, in_features: int) -> None:

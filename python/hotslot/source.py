@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .adapter import Adapter, AdapterFile, identity_of, memory_adapter, read_adapter, resolve
@@ -93,6 +95,7 @@ class SourceReader:
     """
 
     def __init__(self, sites: Sequence[ModelSite], model: torch.nn.Module, max_rank: int, *, experts: bool) -> None:
+        self._all_sites = [found.site for found in sites]
         self._sites = [found.site for found in sites if found.expert is None]
         self._max_rank = max_rank
         self._host_modules = [path for path, _ in model.named_modules() if path]
@@ -122,6 +125,24 @@ class SourceReader:
                 if FileIdentity.of(file) == identity[1]:
                     return seen.reading_from(file.fileno())
         return self._fit(files.enter_context(opened(source)))
+
+    def base_fingerprint(self, paths: Iterable[str]) -> str | None:
+        """What tells this base from others at the sites where something of an adapter was worked out from it; None for no sites."""
+        return self._inputs.fingerprint(paths)
+
+    def untied_rows(self, paths: Iterable[str]) -> str | None:
+        """Where token rows are missing in an adapter that has some at `paths`, because its base ties nothing; None for nowhere."""
+        return self._inputs.untied_rows(paths)
+
+    @cached_property
+    def reading(self) -> str:
+        """What tells models apart in which the same files are another adapter, although they have the same sites: 32 digits."""
+        what = (self._host_modules, self._vocab_size, sorted(self._supported), self._inputs.tied_paths)
+        return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+
+    def derived_paths(self, prepared: Prepared) -> list[str]:
+        """The paths of an adapter's `derived_sites`."""
+        return [self._all_sites[index].path for index in prepared.derived_sites]
 
     def place_spec(self, sources: Iterable[Source]) -> PlaceSpec:
         """The room that a slot's place needs for any one of these adapters.
