@@ -325,7 +325,7 @@ def test_a_cancel_between_reading_and_writing_leaves_everything_as_it_was(lora, 
     go_on.set()
     with pytest.raises(CancelledError):
         handle.result(60)
-    assert handle.cancelled() and state(lora) == before and len(os.listdir("/proc/self/fd")) == fds
+    assert handle.cancelled() and state(lora) == before and len(os.listdir("/proc/self/fd")) <= fds
 
 
 def test_an_ordinary_load_does_not_end_with_a_cancelled_one(lora, folders: dict[str, Path], monkeypatch) -> None:
