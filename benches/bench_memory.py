@@ -18,7 +18,7 @@ from typing import Any
 
 import harness
 import torch
-from bench_promotion import write_adapter
+from promotions import write_adapter
 
 import hotslot
 
@@ -55,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = harness.new_model("tiny")
     with tempfile.TemporaryDirectory() as root:
-        folders = [write_adapter(model, Path(root) / f"adapter{seed}", 4, seed) for seed in range(NAMES)]
+        folders = [write_adapter(model, Path(root) / f"adapter{seed}", 4, seed, torch.bfloat16) for seed in range(NAMES)]
         lora = hotslot.attach(model, {"first": folders[0]}, max_loras=4, max_rank=8)
         run = harness.Decode(model, 2, context=8)
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from promotions import pace, timed, write_adapter
 
 import hotslot
 
@@ -31,25 +29,9 @@ ROUNDS, STEPS, BLOCK, CALLS = (2, 10, 5, 200) if QUICK else (15, 300, 50, 20_000
 SHAPE = "tiny" if QUICK else "llama-160m"
 
 
-def write_adapter(model: torch.nn.Module, folder: Path, rank: int, seed: int) -> Path:
-    """A BF16 adapter of all seven modules, as a folder."""
-    tensors, config = harness.source(harness.new_adapter(model, rank, seed), rank)
-    folder.mkdir(parents=True)
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": {config.r}, "lora_alpha": {config.lora_alpha}}}')
-    return folder
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
-
-
 def promotion_against_memcpy(model: torch.nn.Module, root: Path, rank: int) -> dict[str, float]:
     """Part 1 for one size."""
-    folders = [write_adapter(model, root / f"size{rank}-{seed}", rank, seed) for seed in range(4)]
+    folders = [write_adapter(model, root / f"size{rank}-{seed}", rank, seed, torch.bfloat16) for seed in range(4)]
     lora = hotslot.attach(model, max_loras=3, max_rank=rank)
     names = [f"adapter{index}" for index in range(4)]
     for folder, name in zip(folders, names, strict=True):
@@ -75,69 +57,32 @@ def promotion_against_memcpy(model: torch.nn.Module, root: Path, rank: int) -> d
 def pace_of_other_rows(model: torch.nn.Module, root: Path) -> dict[str, Any]:
     """Part 2."""
     torch.set_num_threads(1)
-    folders = [write_adapter(model, root / f"pace{seed}", 64, seed) for seed in range(3)]
+    folders = [write_adapter(model, root / f"pace{seed}", 64, seed, torch.bfloat16) for seed in range(3)]
     lora = hotslot.attach(model, {"running": folders[0]}, max_loras=2, max_rank=64)
     for name in ("x", "y"):
         lora.load(folders["xy".index(name) + 1], name)
         lora.cache_id(name)
     nbytes = lora.slots()[1].nbytes
-    # Two sources in turns, as the promotions have two files: one alone would stay in the cache.
-    sources, target = [np.full(nbytes, value, np.uint8) for value in (1, 2)], np.zeros(nbytes, np.uint8)
-    stop, done = threading.Event(), [0]
-    seconds_per_promotion = [0.0]
 
-    def promote() -> None:
-        begun = time.perf_counter()
-        while not stop.is_set():
-            name = "xy"[done[0] % 2]
-            lora.load(folders["xy".index(name) + 1], name)
-            done[0] += 1
-        seconds_per_promotion[0] = (time.perf_counter() - begun) / max(done[0], 1)
+    def promote(turn: int) -> None:
+        which = turn % 2
+        lora.load(folders[1 + which], "xy"[which])
 
-    def copy() -> None:
-        due = time.perf_counter()
-        while not stop.is_set():
-            sources.reverse()
-            np.copyto(target, sources[0])
-            due += seconds_per_promotion[0]
-            time.sleep(max(0.0, due - time.perf_counter()))
-
-    ids = torch.randint(3, model.config.vocab_size, (1, 64))
-    token = torch.randint(3, model.config.vocab_size, (1, 1))
-    beside: dict[str, Callable[[], None] | None] = {"quiet": None, "promotions": promote, "memcpy": copy}
-    steps: dict[str, list[float]] = {name: [] for name in beside}
-    total = 0
-    with torch.no_grad(), lora.route(["running"]):
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-        for _ in range(-(-STEPS // BLOCK)):
-            for name, work in beside.items():
-                stop.clear()
-                done[0] = 0
-                thread = threading.Thread(target=work) if work else None
-                if thread:
-                    thread.start()
-                for _ in range(BLOCK):
-                    steps[name].append(timed(lambda: model(input_ids=token, past_key_values=cache, use_cache=True)))
-                    cache.crop(-1)
-                stop.set()
-                if thread:
-                    thread.join()
-                total += done[0]
+    found = pace(model, lora, promote, nbytes, STEPS, BLOCK)
     lora.detach()
-    p95 = {name: statistics.quantiles(times, n=20)[18] for name, times in steps.items()}
-    for name, times in steps.items():
-        print(f"steps beside {name:11s} median {statistics.median(times) * 1e3:6.2f} ms   p95 {p95[name] * 1e3:6.2f} ms")
+    median, p95, seconds = found["median"], found["p95"], found["seconds_each"]
+    for name in median:
+        print(f"steps beside {name:11s} median {median[name] * 1e3:6.2f} ms   p95 {p95[name] * 1e3:6.2f} ms")
     print(
-        f"{total} promotions of {nbytes / 1e6:.1f} MB, {seconds_per_promotion[0] * 1e3:.2f} ms each; p95 beside promotions "
-        f"{p95['promotions'] / p95['memcpy']:.3f} x that beside memcpy, {p95['promotions'] / p95['quiet']:.3f} x quiet"
+        f"{found['promotions']} promotions of {nbytes / 1e6:.1f} MB, {seconds * 1e3:.2f} ms each; p95 beside promotions "
+        f"{found['ratio']:.3f} x that beside memcpy, {p95['promotions'] / p95['quiet']:.3f} x quiet"
     )
-    medians = {name: statistics.median(times) for name, times in steps.items()}
-    return {"nbytes": nbytes, "promotion_seconds": seconds_per_promotion[0], "median": medians, "p95": p95}
+    return {"nbytes": nbytes, "promotion_seconds": seconds, "median": median, "p95": p95}
 
 
 def acquire_and_release(model: torch.nn.Module, root: Path) -> dict[str, float]:
     """Part 3."""
-    lora = hotslot.attach(model, {"a": write_adapter(model, root / "acquire", 4, 0)}, max_loras=2, max_rank=4)
+    lora = hotslot.attach(model, {"a": write_adapter(model, root / "acquire", 4, 0, torch.bfloat16)}, max_loras=2, max_rank=4)
     acquire, by_name, release = lora.weights.acquire_slot, lora.weights.acquire_by_name, lora.weights.release_slot
     found = {}
     for what, get, key in (("index", acquire, 0), ("-1", acquire, -1), ("name", by_name, "a")):

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +27,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from bench_promotion import timed
-from safetensors.torch import save_file
+from promotions import pace, timed, write_adapter
 
 import hotslot
 
@@ -40,15 +38,6 @@ SHAPE = "tiny" if QUICK else "smollm2-135m"
 RANKS = (8,) if QUICK else (4, 40, 160)
 PACE_RANK = 8 if QUICK else 40
 GIGABYTE = 1 << 30
-
-
-def write_adapter(model: torch.nn.Module, folder: Path, rank: int, seed: int) -> Path:
-    """An F32 adapter of all seven modules, as a folder."""
-    tensors, config = harness.source(harness.new_adapter(model, rank, seed), rank)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "r": {config.r}, "lora_alpha": {config.lora_alpha}}}')
-    return folder
 
 
 # --- the other process --------------------------------------------------------------------------------------------------------
@@ -142,7 +131,7 @@ def tiers_of(root: Path) -> dict[str, hotslot.Tiers | None]:
 
 def promotions(model: torch.nn.Module, root: Path, rank: int, rounds: int) -> dict[str, Any]:
     """Part 1 for one size."""
-    folders = [write_adapter(model, root / f"size{rank}-{seed}", rank, seed) for seed in range(2)]
+    folders = [write_adapter(model, root / f"size{rank}-{seed}", rank, seed, torch.float32) for seed in range(2)]
     with other_process(folders, rank) as other:
         nbytes = other["nbytes"]
         pools = {name: Contender(model, folders, rank, tiers) for name, tiers in tiers_of(root / str(rank)).items()}
@@ -181,7 +170,7 @@ def promotions(model: torch.nn.Module, root: Path, rank: int, rounds: int) -> di
 def pace_of_other_rows(model: torch.nn.Module, root: Path) -> dict[str, Any]:
     """Part 2."""
     torch.set_num_threads(1)
-    folders = [write_adapter(model, root / f"pace{seed}", PACE_RANK, seed) for seed in range(3)]
+    folders = [write_adapter(model, root / f"pace{seed}", PACE_RANK, seed, torch.float32) for seed in range(3)]
     found: dict[str, Any] = {}
     with other_process(folders[1:], PACE_RANK) as other:
         for name, tiers in {**tiers_of(root / "pace"), "peer": None}.items():
@@ -200,7 +189,7 @@ def pace_of_other_rows(model: torch.nn.Module, root: Path) -> dict[str, Any]:
             for turn in range(2):
                 promote(turn)
                 lora.cache_id("xy"[turn])
-            found[name] = pace(served, lora, promote, other["nbytes"])
+            found[name] = pace(served, lora, promote, other["nbytes"], STEPS, BLOCK)
             lora.detach()
             p95 = found[name]["p95"]
             print(
@@ -208,51 +197,6 @@ def pace_of_other_rows(model: torch.nn.Module, root: Path) -> dict[str, Any]:
                 f"{p95['memcpy'] * 1e3:6.2f} ms, quiet {p95['quiet'] * 1e3:6.2f} ms: {found[name]['ratio']:.3f} x memcpy"
             )
     return {"nbytes": other["nbytes"], "tiers": found}
-
-
-def pace(model: torch.nn.Module, lora: hotslot.AttachedModel, promote: Callable[[int], None], nbytes: int) -> dict[str, Any]:
-    """Decode steps quiet, beside promotions, and beside as many bytes copied at their rate."""
-    sources, target = [np.full(nbytes, value, np.uint8) for value in (1, 2)], np.zeros(nbytes, np.uint8)
-    stop, done, seconds_each = threading.Event(), [0], [0.05]
-
-    def promoting() -> None:
-        begun, turns = time.perf_counter(), 0
-        while not stop.is_set():
-            promote(done[0])
-            done[0] += 1
-            turns += 1
-        seconds_each[0] = (time.perf_counter() - begun) / max(turns, 1)
-
-    def copying() -> None:
-        due = time.perf_counter()
-        while not stop.is_set():
-            sources.reverse()
-            np.copyto(target, sources[0])
-            due += seconds_each[0]
-            time.sleep(max(0.0, due - time.perf_counter()))
-
-    ids = torch.randint(3, model.config.vocab_size, (1, 64))
-    token = torch.randint(3, model.config.vocab_size, (1, 1))
-    beside: dict[str, Callable[[], None] | None] = {"quiet": None, "promotions": promoting, "memcpy": copying}
-    steps: dict[str, list[float]] = {name: [] for name in beside}
-    with torch.no_grad(), lora.route(["running"]):
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-        for _ in range(-(-STEPS // BLOCK)):
-            for name, work in beside.items():
-                stop.clear()
-                thread = threading.Thread(target=work) if work else None
-                if thread:
-                    thread.start()
-                for _ in range(BLOCK):
-                    steps[name].append(timed(lambda: model(input_ids=token, past_key_values=cache, use_cache=True)))
-                    cache.crop(-1)
-                stop.set()
-                if thread:
-                    thread.join()
-    p95 = {name: statistics.quantiles(times, n=20)[18] for name, times in steps.items()}
-    median = {name: statistics.median(times) for name, times in steps.items()}
-    ratio = p95["promotions"] / p95["memcpy"]
-    return {"p95": p95, "median": median, "ratio": ratio, "promotions": done[0], "seconds_each": seconds_each[0]}
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
 from ._core import PeftAdapterConfig as SlotConfig
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .tiers import PeerTls
 
 
-class RegisteredAdapters(ModelAdapters):
+class RegisteredAdapters(ModelAdapters, ABC):
     """The part of `AttachedModel` that knows where names come from."""
 
     weights: LoraWeights
@@ -199,5 +200,6 @@ class RegisteredAdapters(ModelAdapters):
         self._check_open()
         return residency_of(self.weights.slot_infos(), self._background, self._catalog, self._tiers)
 
+    @abstractmethod
     def _check_open(self) -> None:
-        raise NotImplementedError
+        """Refuse a pool that was detached, or that belongs to another process."""
