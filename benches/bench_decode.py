@@ -10,26 +10,31 @@ from typing import Any
 import harness
 
 RANK, ADAPTERS = 16, 16
+OFTEN = 5
+"""Rounds of hotslot's own contest for each of the peers': what it adds is near the noise of one step."""
 
 
 def measure(field: harness.Field, shape: str, batch: int, bandwidth: harness.Bandwidth, given: harness.Options) -> dict[str, Any]:
     """All contenders on one shape at one batch size; prints and returns the figures."""
     base, count = field.base, ADAPTERS
-    steps: dict[str, harness.Step] = {"base": lambda **inputs: base(**inputs)}
-    steps["hotslot, outside a route"] = field.ours.unrouted()
-    steps["hotslot, base rows"] = field.ours.step([-1] * batch)
+    ours: dict[str, harness.Step] = {"base": lambda **inputs: base(**inputs)}
+    peers = dict(ours)
+    ours["hotslot, outside a route"] = field.ours.unrouted()
+    ours["hotslot, base rows"] = field.ours.step([-1] * batch)
     for distinct in (1, 4, count):
         if distinct <= batch:
             rows = [row % distinct for row in range(batch)]
-            steps[f"hotslot, {distinct} adapters"] = field.ours.step(rows)
-            steps[f"PEFT mixed, {distinct}"] = field.peers["PEFT mixed"].step(rows)
+            ours[f"hotslot, {distinct} adapters"] = field.ours.step(rows)
+            peers[f"PEFT mixed, {distinct}"] = field.peers["PEFT mixed"].step(rows)
     for name, peer in field.peers.items():
         if name != "PEFT mixed":
-            steps[name] = peer.step([row % count for row in range(batch)])
-    steps["one merged adapter"] = field.merged
+            peers[name] = peer.step([row % count for row in range(batch)])
+    ours["one merged adapter"] = field.merged
     rare = {"PEFT mixed, 1", "PEFT mixed, 4", "polylora"} if batch > 1 else set()
-    rounds = given.rounds if batch > 1 else 2 * given.rounds
-    timings = harness.contest(harness.Decode(base, batch), steps, rounds, bandwidth=bandwidth, rare=rare)
+    rounds, run = given.rounds if batch > 1 else 2 * given.rounds, harness.Decode(base, batch)
+    timings = harness.contest(run, ours, OFTEN * rounds, bandwidth=bandwidth)
+    theirs = harness.contest(run, peers, rounds, bandwidth=bandwidth, rare=rare)
+    timings |= {name: timing for name, timing in theirs.items() if name != "base"}
     facts = {
         "shape": shape, "batch": batch, "modules": len(harness.sites_of(base)), "bandwidth": bandwidth.best,
         "floor_seconds": harness.adapter_bytes(base, RANK) * min(batch, count) / bandwidth.best,

@@ -11,7 +11,7 @@
 use super::ActDtype;
 use super::lanes::{Bf16, Elem, F16, LANES, Lanes, Weight};
 use super::work::{Buffer, ExpandJob};
-use super::{AHEAD, prefetch};
+use super::{AHEAD, prefetch, touch};
 use crate::layout::{Dtype, padded};
 
 /// Floats of a panel: what stays in the first-level cache beside the tokens.
@@ -35,6 +35,7 @@ pub(super) unsafe fn expand<I: Lanes, const VECTORS: usize>(job: &ExpandJob, pan
 
 #[inline(always)]
 unsafe fn expand_block<I: Lanes, W: Weight, O: Elem, const VECTORS: usize>(job: &ExpandJob, buffer: &mut Buffer) {
+    touch::<I>(job.next);
     if job.tokens.len() == 1 {
         match job.member.parts_of(&job.span) {
             [part] if padded(part.rank) * size_of::<W>() == 16 => expand_one::<I, W, O, 16>(job),

@@ -62,6 +62,19 @@ unsafe fn prefetch<I: lanes::Lanes>(block: *const u8, at: usize, bytes: usize, e
     }
 }
 
+/// Fetches the first line of each page that [`prefetch`] will enter at `next` at first: a page's address is translated then, which takes
+/// longer than reading what the distance covers.
+///
+/// # Safety
+/// The instruction set is available.
+#[inline(always)]
+unsafe fn touch<I: lanes::Lanes>(next: *const u8) {
+    for offset in (0..=AHEAD).step_by(4096) {
+        // SAFETY: the caller's promise.
+        unsafe { I::prefetch(next.wrapping_add(offset)) };
+    }
+}
+
 /// The table columns of one site. Cells are read when a kernel runs, so a view stays good while slots change.
 #[derive(Clone, Copy, Debug)]
 pub struct SiteView {

@@ -15,7 +15,7 @@
 use super::lanes::{Bf16, Elem, F16, LANES, Lanes, Weight};
 use super::plan::Plan;
 use super::work::{Buffer, Part, ShrinkJob};
-use super::{AHEAD, ActDtype, prefetch};
+use super::{AHEAD, ActDtype, prefetch, touch};
 use crate::layout::{Dtype, padded};
 
 /// Elements of a row of A that are read in one step: a vector of lanes 0 to 15 and one of lanes 16 to 31.
@@ -95,6 +95,9 @@ unsafe fn shrink_tokens<I: Lanes, W: Weight, const T: usize, const ROWS: usize, 
         later_size: job.x.dtype.size(),
         is_first: first == 0,
     };
+    if first == 0 {
+        touch::<I>(job.next);
+    }
     for t in 0..T {
         let later = job.block.tokens.get(first + T + t).unwrap_or(&job.block.tokens[first + t]);
         tile.later[t] = job.x.ptr.wrapping_add(later * job.x.row_stride * job.x.dtype.size());
