@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import gc
+import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +26,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hotslot.server.app import build_app
+from hotslot.server.connection import configure
 from hotslot.server.service import Service
 from hotslot.server.settings import Settings
 
+# transformers collects all garbage when an engine stops; what was imported by now is none, and takes it a second each time.
+gc.freeze()
+atexit.register(gc.unfreeze)
+
 # One token for each; the rest of the 128 are words of their own.
 _CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:;!?-_/<>|'\"\n"
+FLAGS = [
+    *("--max-model-len", "256", "--block-size", "8", "--num-blocks", "128", "--max-num-seqs", "8"),
+    *("--max-num-batched-tokens", "64", "--max-lora-rank", "8", "--max-loras", "3"),
+]
+PROMPT = "Once upon a time"
 TEMPLATE = (
     "{% for message in messages %}{% if message.role not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
@@ -84,7 +101,7 @@ class Running:
         self._socket.bind(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(build_app(service), log_config=None, timeout_graceful_shutdown=2))
+        self._server = uvicorn.Server(configure(build_app(service)))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()
         wait_for(lambda: self._server.started or not self._thread.is_alive())
@@ -145,3 +162,64 @@ def wait_for(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.005)
+
+
+class Process:
+    """A running `hotslot serve`; its log lines are read as they come."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        command = [sys.executable, "-m", "hotslot", "serve", *arguments, *FLAGS, "--port", "0"]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+        )
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        wait_for(lambda: self.fact("serving", "port") is not None or self.process.poll() is not None, 200)
+        assert self.process.poll() is None, self.lines
+        self.url = f"http://127.0.0.1:{self.fact('serving', 'port')}"
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+        wait_for(self._answers, 60)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return self.client.get("/ready").status_code == 200
+        return False
+
+    def fact(self, message: str, key: str) -> Any:
+        for line in self.lines:
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if found.get("message") == message:
+                    return found.get(key)
+        return None
+
+    def tokens(self, model: str, **options: Any) -> list[int]:
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True} | options
+        response = self.client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["token_ids"]
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        self.client.close()
+        self.process.send_signal(how)
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def served(*arguments: str, **environment: str) -> Iterator[Process]:
+    made = Process(*arguments, **environment)
+    try:
+        yield made
+    finally:
+        made.client.close()
+        if made.process.poll() is None:
+            made.process.kill()
+            made.process.wait(30)
+        made.reader.join(10)
+        made.process.stderr.close()

@@ -211,6 +211,50 @@ def test_the_request_id_comes_back_and_is_in_the_answers_id(server: Running) -> 
     assert "not" not in other.headers["x-request-id"]
 
 
+def test_fields_that_are_not_known_are_ignored_and_named(server: Running) -> None:
+    response = server.completion("a", PROMPT, temprature=3, **{"not a name": 1})
+    assert response.json()["choices"][0]["token_ids"] == server.tokens("a", PROMPT)
+    assert response.headers["x-ignored-fields"] == "temprature"
+    assert "x-ignored-fields" not in server.completion("a", PROMPT).headers
+
+
+def test_a_chat_may_leave_its_last_message_open(server: Running) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well"}]
+    text = tiny_tokenizer().apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    body = {"model": "a", "messages": messages, "max_tokens": 5, "temperature": 0}
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    found = server.client.post("/v1/chat/completions", json=body | options).json()["choices"][0]["message"]["content"]
+    assert found == server.completion("a", text, max_tokens=5).json()["choices"][0]["text"]
+    assert found != server.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+
+
+def test_log_probabilities_of_tokens_that_cannot_be_are_numbers_that_json_has() -> None:
+    """A model that rules half its vocabulary out, as those do whose vocabulary is padded."""
+    model = tiny_model()
+
+    def rule_out(module: torch.nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        logits[..., 5:] = -torch.inf
+        return logits
+
+    model.lm_head.register_forward_hook(rule_out)
+    with serving(model) as running:
+        for stream in (False, True):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logprobs": True}
+            response = running.client.post(
+                "/v1/chat/completions", json=body | {"top_logprobs": 20, "stream": stream, "ignore_eos": True}
+            )
+            assert response.status_code == 200 and "Infinity" not in response.text and "NaN" not in response.text
+            assert response.text.count("-9999.0") == 30
+        top = running.completion("tiny", PROMPT, logprobs=10, max_tokens=1, ignore_eos=True).json()["choices"][0]["logprobs"][
+            "top_logprobs"
+        ]
+        assert sorted(top[0].values())[:5] == [-9999.0] * 5
+        # What is left is ruled out by the request: its own fault, and nobody else's.
+        refused = running.completion("tiny", PROMPT, stop_token_ids=[0, 1, 2, 3, 4], min_tokens=2, max_tokens=3)
+        assert refused.status_code == 400 and "rule every token out" in refused.json()["error"]["message"]
+        assert running.tokens("tiny", PROMPT, ignore_eos=True)
+
+
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
     extra = {"user": "me", "metadata": {"k": "v"}, "tools": None, "response_format": {"type": "text"}, "best_of": 1, "suffix": None}
     assert server.tokens("a", PROMPT, **extra) == server.tokens("a", PROMPT)
@@ -270,7 +314,6 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "bias_value": ({"logit_bias": {"3": 1000}}, 400, "logit_bias"),
     "stop_token_beyond_vocabulary": ({"stop_token_ids": [500]}, 400, "token id 500"),
     "seed_is_text": ({"seed": "x"}, 400, "seed"),
-    "unknown_field": ({"temprature": 1}, 400, "temprature: is no field"),
     "grammar": ({"guided_regex": "(("}, 400, "guided_regex is not supported"),
     "json_schema": ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
     "tools": ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),

@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from gguf_model import write_gguf
-from serving import Running, save_model, settings, wait_for
-from tiny import write_adapter
+from serving import FLAGS, Running, save_model, served, settings, wait_for
+from tiny import tiny_model, write_adapter
 
 from hotslot.cli import build_parser, main
 from hotslot.errors import PoolError
+from hotslot.server.checkpoint import end_tokens, load_model, locate, model_length, num_tokens
 from hotslot.server.serve import listen, lora_modules, settings_of
-from hotslot.server.service import Service, load_model
+from hotslot.server.service import Service
 
 torch.set_num_threads(1)
 
 PROMPT = "Once upon a time"
-FLAGS = [
-    "--max-model-len",
-    "256",
-    "--block-size",
-    "8",
-    "--num-blocks",
-    "128",
-    "--max-num-seqs",
-    "8",
-    "--max-num-batched-tokens",
-    "64",
-    "--max-lora-rank",
-    "8",
-    "--max-loras",
-    "3",
-]
 
 
 @pytest.fixture(scope="module")
@@ -54,68 +36,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = save_model(folder / "model")
     for seed, name in enumerate("ab"):
         write_adapter(model, folder / "adapters" / name, seed=seed)
+    write_adapter(tiny_model("qwen3"), folder / "other")
     return folder
-
-
-class Process:
-    """A running `hotslot serve`; its log lines are read as they come."""
-
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "hotslot", "serve", *arguments, *FLAGS, "--port", "0"]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-        )
-        self.lines: list[str] = []
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-        wait_for(lambda: self.fact("serving", "port") is not None or self.process.poll() is not None, 200)
-        assert self.process.poll() is None, self.lines
-        self.url = f"http://127.0.0.1:{self.fact('serving', 'port')}"
-        self.client = httpx.Client(base_url=self.url, timeout=60)
-        wait_for(self._answers, 60)
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return self.client.get("/ready").status_code == 200
-        return False
-
-    def fact(self, message: str, key: str) -> Any:
-        for line in self.lines:
-            with contextlib.suppress(ValueError):
-                found = json.loads(line)
-                if found.get("message") == message:
-                    return found.get(key)
-        return None
-
-    def tokens(self, model: str, **options: Any) -> list[int]:
-        body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True} | options
-        response = self.client.post("/v1/completions", json=body)
-        assert response.status_code == 200, response.text
-        return response.json()["choices"][0]["token_ids"]
-
-    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        self.client.close()
-        self.process.send_signal(how)
-        return self.process.wait(60)
-
-
-@contextlib.contextmanager
-def served(*arguments: str, **environment: str) -> Iterator[Process]:
-    made = Process(*arguments, **environment)
-    try:
-        yield made
-    finally:
-        made.client.close()
-        if made.process.poll() is None:
-            made.process.kill()
-            made.process.wait(30)
-        made.reader.join(10)
-        made.process.stderr.close()
 
 
 def test_sigterm_lets_running_requests_end_takes_no_new_ones_and_a_restart_serves_the_same_set(home: Path) -> None:
@@ -183,6 +105,18 @@ BAD = {
     "no_adapter": (["MODEL", "--lora", "x=nowhere"], "nowhere"),
     "not_name_equals_folder": (["MODEL", "--lora", "justaname"], "expected NAME=FOLDER"),
     "bad_name": (["MODEL", "--lora", "a b=x"], "is no adapter name"),
+    "later_adapter_missing": (["MODEL", "--max-loras", "1", "--lora", "a=ADAPTERS/a", "x=nowhere"], "nowhere"),
+    "later_adapter_too_wide": (
+        ["MODEL", "--max-loras", "1", "--max-lora-rank", "2", "--lora", "x=ADAPTERS/a", "y=ADAPTERS/b"],
+        "rank 4",
+    ),
+    "later_adapter_of_another_model": (["MODEL", "--max-loras", "1", "--lora", "a=ADAPTERS/a", "x=OTHER"], "expected [64, 4]"),
+    "longer_than_the_model": (["MODEL", "--max-model-len", "257"], "above the model's own limit of 256 tokens"),
+    "no_folder_and_no_hub_id": (["./nowhere"], "there is no such folder, and it is no hub id"),
+    "no_model_in_the_folder": (["ADAPTERS"], "no folder with a config.json"),
+    "no_gguf": (["nowhere.gguf"], "there is no such file"),
+    "cache_beyond_the_machine": (["MODEL", "--num-blocks", "2000000000"], "lower --num-blocks"),
+    "nan_seconds": (["MODEL", "--drain-seconds", "nan"], "--drain-seconds is nan"),
     "root_missing": (["MODEL", "--adapter-root", "/nowhere"], "/nowhere"),
     "too_small": (["MODEL", "--num-blocks", "2"], "raise --num-blocks"),
 }
@@ -194,11 +128,98 @@ def test_what_cannot_be_served_ends_with_one_line_and_status_2(
 ) -> None:
     monkeypatch.setattr("hotslot.server.events.set_up_logging", lambda level: None)  # the tests' own stays
     arguments, message = BAD[name]
-    arguments = [str(home / "model") if each == "MODEL" else each for each in arguments]
-    flags = [] if name == "too_small" else FLAGS
-    assert main(["serve", *arguments, *flags, "--port", "0", "--max-model-len", "256"]) == 2
+    for word, folder in (("MODEL", "model"), ("ADAPTERS", "adapters"), ("OTHER", "other")):
+        arguments = [each.replace(word, str(home / folder)) for each in arguments]
+    flags = ["--max-model-len", "256"] if name == "too_small" else FLAGS
+    assert main(["serve", *flags, "--port", "0", *arguments]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("hotslot: ") and message in last
+
+
+NUMBERS = {
+    "port": 65535,
+    "max_loras": 65536,
+    "max_lora_rank": 256,
+    "extras_bytes": (1 << 48) - 1,
+    "host_bytes": (1 << 48) - 1,
+    "max_num_seqs": 65536,
+    "max_num_batched_tokens": 1 << 20,
+    "max_model_len": (1 << 31) - 1,
+    "block_size": 4096,
+    "num_blocks": (1 << 31) - 1,
+    "max_queue": 1 << 20,
+    "max_queue_per_adapter": 1 << 20,
+    "max_body_bytes": 1 << 30,
+    "max_n": 128,
+    "load_threads": 64,
+    "drain_seconds": 86400,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_has_a_range_and_is_refused_beyond_it(name: str) -> None:
+    for value in (-1, NUMBERS[name] + 1, float("nan"), float("inf"), True, "1"):
+        with pytest.raises(PoolError, match=name.removeprefix("extras_").replace("_", "-")):
+            settings(**{name: value})
+
+
+def test_every_number_that_the_command_line_takes_is_one_of_them() -> None:
+    parser = build_parser()
+    defaults = vars(parser.parse_args(["serve", "m"]))
+    numbers = {name for name, value in defaults.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    assert numbers | {"extras_bytes", "max_model_len", "num_blocks"} == NUMBERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 256}, 256),
+        ({"n_positions": 1024}, 1024),
+        ({}, None),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 8192),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 2048),
+        (
+            {
+                "max_position_embeddings": 40960,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+    ],
+)
+def test_the_models_limit_is_that_of_its_config_stretched_as_its_rope_is(config: dict[str, Any], length: int | None) -> None:
+    assert model_length(SimpleNamespace(**config)) == length
+
+
+def test_a_hub_that_does_not_answer_is_said_at_once_and_a_model_in_the_cache_is_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A real connection that is refused; what transformers would do by itself is try again for most of a minute."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(PoolError, match="cannot be reached"):
+        locate("somebody/something")
+    kept = tmp_path / "models--somebody--something"
+    (kept / "snapshots" / "abc").mkdir(parents=True)
+    (kept / "snapshots" / "abc" / "config.json").write_text("{}")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("abc")
+    with monkeypatch.context() as inner:
+        from huggingface_hub import try_to_load_from_cache
+
+        inner.setattr("huggingface_hub.try_to_load_from_cache", partial(try_to_load_from_cache, cache_dir=tmp_path))
+        assert locate("somebody/something") == ("somebody/something", {"local_files_only": True})
+
+
+def test_an_end_of_sequence_that_the_model_cannot_give_is_none() -> None:
+    model = tiny_model()
+    model.generation_config.eos_token_id = [2, 5, 128, 100_000, -1]
+    assert num_tokens(model) == 128
+    assert end_tokens(model, tiny_tokenizer(), 128) == {2, 5}
 
 
 def test_a_port_that_is_taken_is_found_before_the_model_is_loaded(

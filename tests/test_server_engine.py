@@ -436,7 +436,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
 def test_a_row_that_rules_every_token_out_fails_alone(temperature: float) -> None:
     bad = row(temperature=temperature, min_tokens=3, stop_token_ids=frozenset(range(4)))
     bad.end_tokens = frozenset(range(4))
-    assert [choice.token for choice in choose(torch.tensor([[0.0, 1, 2, 3]] * 2), [bad, row()])] == [-1, 3]
+    assert [choice.token for choice in choose(torch.tensor([[0.0, 1, 2, 3]] * 2), [bad, row()])] == [-2, 3]
 
 
 def test_penalties_are_taken_off_generated_tokens() -> None:

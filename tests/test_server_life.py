@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -129,6 +130,53 @@ def test_a_client_that_vanishes_frees_its_lease_within_a_few_steps(one_slot: Run
     at = engine.num_steps
     time.sleep(0.05)
     assert engine.num_steps == at  # nothing is computed for nobody
+
+
+def test_a_head_that_does_not_come_closes_the_connection_and_a_slow_one_is_no_excuse(
+    one_slot: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotslot.server.connection.HEAD_SECONDS", 0.5)
+    silent, slow, second = (socket.create_connection(("127.0.0.1", one_slot.port), timeout=20) for _ in range(3))
+    second.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"200 OK" in second.recv(1000)
+    for connection in (slow, second):
+        connection.sendall(b"GET /health HTTP/1.1\r\nX-")
+    with contextlib.suppress(OSError):
+        for _ in range(40):  # the time is not renewed by what comes
+            slow.sendall(b"y")
+            time.sleep(0.05)
+    for connection in (silent, slow, second):
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(1000):
+                pass
+        connection.close()
+    # A head that is complete is answered however long the answer takes.
+    assert one_slot.tokens("a0", PROMPT, **LONG)
+
+
+@pytest.mark.parametrize("size", [1, 20, 80, 130])
+def test_a_client_that_vanishes_while_it_still_asks_is_no_error(
+    one_slot: Running, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.dumps({"model": "a0", "prompt": PROMPT, **LONG}).encode()
+    whole = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    assert whole.index(b"{") < 80 and len(whole) > 130
+    connection = socket.create_connection(("127.0.0.1", one_slot.port))
+    connection.sendall(whole[:size])
+    time.sleep(0.05)
+    connection.close()
+    wait_for(one_slot.is_at_rest)
+    assert one_slot.tokens("a0", PROMPT)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_body_without_end_is_cut_off(one_slot: Running) -> None:
+    connection = socket.create_connection(("127.0.0.1", one_slot.port), timeout=20)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    piece = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    with pytest.raises(OSError, match=r"reset|[Bb]roken"):
+        connection.sendall(piece * 2000)
+    connection.close()
 
 
 def test_a_step_that_fails_is_a_500_for_its_requests_and_the_server_goes_on(root: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Running, serving, wait_for
-from tiny import tiny_model, write_adapter
+from serving import Running, serving, tiny_tokenizer, wait_for
+from tiny import peft_alone, tiny_model, write_adapter
 
 from hotslot.errors import PoolError
 from hotslot.server.problems import Problem
@@ -267,7 +267,7 @@ def test_without_a_root_nothing_is_loaded_by_path() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_seqs": 0}, "max-num-seqs is 0; expected at least 1"),
+        ({"max_num_seqs": 0}, "max-num-seqs is 0; expected an integer, at least 1"),
         ({"max_num_batched_tokens": 4}, "below --max-num-seqs 8"),
         ({"admin_token": "short"}, "at least 8"),
         ({"api_keys": ("",)}, "empty"),
@@ -288,3 +288,48 @@ def test_an_evicted_adapter_comes_back_from_the_host_tier_with_the_same_answer(r
         assert residency["resident"] == ["b"]
         assert len(residency["host"]) == 2
     assert any(path.is_file() for path in tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_startup_adapters_that_wait_for_a_slot_have_room_for_all_that_they_hold(root: Path, tmp_path: Path) -> None:
+    """Only the first gets a slot of its own; the pool has room for what the other brings: gains, and pairs for the head."""
+    model = tiny_model()
+    dora = write_adapter(model, tmp_path / "dora", seed=4, use_dora=True, target_modules=["q_proj", "lm_head"])
+    modules = {"a": str(root / "a"), "b": str(root / "b"), "dora": str(dora)}
+    ids = torch.tensor([tiny_tokenizer()(PROMPT)["input_ids"]])
+    expected = peft_alone(model, dora).generate(input_ids=ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    with serving(model, lora_modules=modules, max_loras=2) as server:
+        assert [info.pinned for info in server.service.lora.slots()] == [True, False]
+        assert server.tokens("dora", PROMPT) == expected[0, ids.shape[1] :].tolist()
+    with (
+        pytest.raises(PoolError, match="expected at most extras_bytes=16"),
+        serving(model, lora_modules=modules, max_loras=2, extras_bytes=16),
+    ):
+        pass
+
+
+# --- the root is watched -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_replaced_in_the_root_are_served_and_bad_ones_never(tmp_path: Path, root: Path) -> None:
+    with serving(tiny_model(), adapter_root=str(tmp_path), max_loras=2) as server:
+        shutil.copytree(root / "a", tmp_path / "x")
+        old, new = server.tokens("x", PROMPT), None
+        (tmp_path / "x" / "adapter_model.safetensors").write_bytes(b"no weights")
+        wait_for(lambda: [each["kind"] for each in server.client.get("/slots").json()["events"]].count("refused") == 1)
+        assert server.tokens("x", PROMPT) == old
+        shutil.copy(root / "b" / "adapter_model.safetensors", tmp_path / "x" / "next")
+        (tmp_path / "x" / "next").replace(tmp_path / "x" / "adapter_model.safetensors")
+        wait_for(lambda: server.tokens("x", PROMPT) != old)
+        new = server.tokens("x", PROMPT)
+        shutil.copytree(tmp_path / "x", tmp_path / "y")
+        assert server.tokens("y", PROMPT) == new
+
+
+def test_an_adapter_that_is_removed_from_the_root_is_served_no_more_and_running_rows_end(tmp_path: Path, root: Path) -> None:
+    shutil.copytree(root / "a", tmp_path / "x")
+    with serving(tiny_model(), adapter_root=str(tmp_path), max_loras=2) as server:
+        assert server.tokens("x", PROMPT)
+        shutil.rmtree(tmp_path / "x")
+        wait_for(lambda: server.completion("x", PROMPT).status_code == 404)
+        wait_for(lambda: [info.state for info in server.service.lora.slots()] == ["empty", "empty"])

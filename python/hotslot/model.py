@@ -55,6 +55,7 @@ def attach(
     experts: bool | None = None,
     unrouted: Literal["base", "error"] = "base",
     tiers: Tiers | None = None,
+    room_for: Iterable[Source] = (),
 ) -> AttachedModel:
     """Give `model` a pool of adapter slots, by forward hooks; no module is replaced and no base weight copied.
 
@@ -74,6 +75,8 @@ def attach(
         unrouted: What a call outside any route does: run the base model, or raise `RouteError`.
         tiers: Where adapters are looked for before their origin is asked; see `Tiers`. Without it nothing is kept but what is in
             slots.
+        room_for: Adapters that are loaded later, folders or `(tensors, config)`: the pool gets room for what they hold, as for
+            startup adapters, and one that does not fit is refused now.
 
     Returns:
         The attached model's adapters. Everything is allocated here and nothing grows with use.
@@ -81,7 +84,7 @@ def attach(
     Raises:
         PoolError: The model is attached already, or `max_loras` has no room for the startup adapters.
         RouteError: `sites` names no layer, or one that hooks cannot serve.
-        AdapterError: A startup adapter is refused; the model is left unattached.
+        AdapterError: A startup adapter, or one of `room_for`, is refused; the model is left unattached.
         DeviceError: A GPU cannot be used, or some layers run on the CPU and some on a GPU; the model is left unattached.
         KernelCompileError: The GPU's kernels are not there and cannot be compiled; the model is left unattached.
         TierError: The folder of the disk cache cannot be used.
@@ -104,13 +107,20 @@ def attach(
     with_experts = os.environ.get("HOTSLOT_LORA_EXPERTS") == "1" if experts is None else experts
     check_extras(0 if extras_bytes is None else extras_bytes, with_experts)
     sites = sites if isinstance(sites, str) else list(sites)
-    wanted = wanted_sites(startup.values(), model)
+    expected = [*startup.values(), *room_for]
+    wanted = wanted_sites(expected, model)
     chosen = choose(model, sites, wanted, extras=wanted.has_extras or bool(extras_bytes), experts=with_experts)
     check_attachable(model, chosen)
     reader = SourceReader(chosen, model, max_rank, experts=with_experts)
     laid_out = [found.site for found in chosen]
     devices, homes = homes_of(chosen)
-    place = reader.place_spec(startup.values()) if extras_bytes is None else extras_bytes
+    needed = reader.place_spec(expected if extras_bytes is None else expected[len(startup) :])
+    place = needed if extras_bytes is None else extras_bytes
+    if extras_bytes is not None and needed.nbytes(laid_out, pool_dtype) > extras_bytes:
+        raise PoolError(
+            f"room_for needs {needed.nbytes(laid_out, pool_dtype)} extra bytes per slot; expected at most "
+            f"extras_bytes={extras_bytes}: raise it, or leave it out"
+        )
     if devices == [CPU]:
         extras = place if isinstance(place, int) else place.nbytes(laid_out, pool_dtype)
         weights = allocate(laid_out, max_loras, max_rank, pool_dtype, pinned=len(startup), extras_bytes=extras)

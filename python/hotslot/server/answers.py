@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .protocol import now, usage
+from .protocol import finite, now, usage
 from .sampling import Choice
 from .sequence import Piece
 
@@ -205,19 +205,19 @@ class Answer:
         if asked:
             # The chosen token is shown whether it is among the most probable or not.
             top = [
-                {self._text(token): logprob for token, logprob in (*choice.top, (choice.token, choice.logprob))}
+                {self._text(token): finite(logprob) for token, logprob in (*choice.top, (choice.token, choice.logprob))}
                 for choice in choices
             ]
         return {
             "tokens": tokens,
-            "token_logprobs": [choice.logprob for choice in choices],
+            "token_logprobs": [finite(choice.logprob) for choice in choices],
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode("utf-8", "replace"))}
 
     def _text(self, token: int) -> str:
         return str(self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -225,4 +225,4 @@ class Answer:
 
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import inspect
 import itertools
 import logging
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable
 from importlib import resources
 from typing import Any
@@ -17,7 +19,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from .answers import Answer, Collected, Pieces, event
@@ -29,11 +33,17 @@ from .service import Service
 
 _LOG = logging.getLogger("hotslot.server")
 _BODY_SECONDS = 30.0
+_BODY_LOOK_SECONDS = 0.5
 _PAGE_TYPES = {"index.html": "text/html; charset=utf-8", "page.js": "text/javascript", "page.css": "text/css"}
 _PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+# Fields of a request that are not known; what of their names is shown.
+_FIELD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_IGNORED = 16
 # No token of any model stands for more text than this.
 _MAX_CHARACTERS_PER_TOKEN = 256
+# What a request may not say to the template: it is said here, or would change the kind of the result.
+_TEMPLATE_OPTIONS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"self", "kwargs"}
 
 
 def build_app(service: Service) -> FastAPI:
@@ -64,7 +74,7 @@ def _add_inference(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         _check_key(service, request)
         asked: CompletionRequest = parse(CompletionRequest, await _body(service, request))
-        adapter = service.resolve(asked.model)
+        adapter = await service.resolve(asked.model)
         prompts = prompts_of(asked.prompt)
         if len(prompts) * asked.n > service.settings.max_num_seqs:
             raise Problem(
@@ -84,8 +94,9 @@ def _add_inference(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         _check_key(service, request)
         asked: ChatRequest = parse(ChatRequest, await _body(service, request))
-        adapter = service.resolve(asked.model)
-        ids = await _tokens(service, _chat_text(service, asked), special=False)
+        adapter = await service.resolve(asked.model)
+        text = await run_in_threadpool(_chat_text, service, asked)
+        ids = await _tokens(service, text, special=asked.add_special_tokens)
         limit = asked.max_completion_tokens or asked.max_tokens or max(service.max_length - len(ids), 1)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         return await _answer(service, request, asked, adapter, [ids], limit, logprobs, is_chat=True, echo=[])
@@ -116,7 +127,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
         _check_key(service, request)
-        service.resolve(name)
+        await service.resolve(name)
         found = next((each for each in await run_in_threadpool(service.models) if each["id"] == name), None)
         if found is None:
             raise Problem(404, f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
@@ -182,14 +193,25 @@ async def _body(service: Service, request: Request) -> bytes:
     if length.isdigit() and int(length[:20]) > limit:
         raise too_long
     found = bytearray()
+
+    async def take() -> None:
+        async for part in request.stream():
+            found.extend(part)
+            if len(found) > limit:
+                raise too_long
+
+    taking = asyncio.ensure_future(take())
+    end = time.monotonic() + _BODY_SECONDS
     try:
-        async with asyncio.timeout(_BODY_SECONDS) if hasattr(asyncio, "timeout") else contextlib.nullcontext():
-            async for part in request.stream():
-                found += part
-                if len(found) > limit:
-                    raise too_long
-    except TimeoutError:
-        raise Problem(408, f"the request did not come within {_BODY_SECONDS:g} seconds") from None
+        while not taking.done():
+            await asyncio.wait({taking}, timeout=_BODY_LOOK_SECONDS)
+            if not taking.done() and service.draining:
+                raise Problem(503, "the server is shutting down", code="draining", retry_after=5.0)
+            if not taking.done() and time.monotonic() > end:
+                raise Problem(408, f"the request did not come within {_BODY_SECONDS:g} seconds")
+    finally:
+        taking.cancel()
+    await taking
     return bytes(found)
 
 
@@ -231,13 +253,21 @@ def _chat_text(service: Service, asked: ChatRequest) -> str:
         raise Problem(400, "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template")
     messages = [message.plain() for message in asked.messages]
     kwargs = asked.chat_template_kwargs or {}
-    taken = {"tokenize", "add_generation_prompt", "conversation", "return_tensors", "return_dict", "chat_template"} & kwargs.keys()
+    taken = _TEMPLATE_OPTIONS & kwargs.keys()
     if taken:
         raise Problem(
             400, f"chat_template_kwargs sets {', '.join(sorted(taken))}, which the server does", param="chat_template_kwargs"
         )
     try:
-        return str(service.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+        return str(
+            service.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=asked.continue_final_message,
+                **kwargs,
+            )
+        )
     except Exception as error:
         # A template is a program of the model's; what it does not like about the messages, it raises.
         raise Problem(400, f"the chat template refused the messages: {error}", param="messages", code="chat_template") from error
@@ -267,7 +297,7 @@ async def _answer(
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-    sampling = asked.sampling(max_tokens, logprobs, service.vocab_size, 1.0)
+    sampling = asked.sampling(max_tokens, logprobs, service.vocab_size, service.end_tokens)
     pieces = Pieces()
     answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{REQUEST_ID.get()}"
     calls = [
@@ -287,6 +317,10 @@ async def _answer(
         answer_id, asked.model, calls, service.tokenizer, is_chat=is_chat, with_token_ids=asked.return_token_ids, echo=echo
     )
     headers = {} if adapter is None else {"X-Lora-Adapter": adapter}
+    if asked.ignored:
+        names = [name for name in asked.ignored if _FIELD.fullmatch(name)][:_MAX_IGNORED]
+        _LOG.warning("fields of a request were ignored", extra={"facts": {"fields": names}})
+        headers["X-Ignored-Fields"] = ",".join(names)
     submitted: list[Call] = []
     try:
         for call in calls:
@@ -427,8 +461,9 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def on_problem(request: Request, error: Problem) -> Response:
         return answer(error)
 
+    @app.exception_handler(ClientDisconnect)
     @app.exception_handler(_GoneError)
-    async def on_gone(request: Request, error: _GoneError) -> Response:
+    async def on_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
     @app.exception_handler(HTTPException)

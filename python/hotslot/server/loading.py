@@ -8,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ..errors import AdapterNotFoundError
+from ..catalog import Peer
+from ..errors import AdapterNotFoundError, PeerError
+from ..folder import identity_of
+from .problems import unknown_model
 
 if TYPE_CHECKING:
     from ..lease import Lease
     from ..model import AttachedModel
     from .metrics import Metrics
-    from .sources import Sources
+    from .neighbours import Offer
+    from .sources import AdapterSource, Sources
 
 
 class Brought(NamedTuple):
@@ -46,6 +50,8 @@ class Loader:
         self._cache_ids: dict[tuple[str, int], str] = {}
         # Of what is in a slot under a name: the version of its source that was read.
         self._versions: dict[str, int] = {}
+        # Of what came from the adapter root: its folder, and the files that were there when its load began.
+        self._from_root: dict[str, tuple[str, Hashable | None]] = {}
         self._mutex = threading.Lock()
         self._names: dict[str, threading.Lock] = {}
 
@@ -89,9 +95,14 @@ class Loader:
         while True:
             if self._lora.weights.slot_of(name) is None:
                 version = self._sources.version(name)
-                path = self._sources.path_of(name)
+                # What a peer has under a name may have changed since it was last asked.
+                source = self._sources.source_of(name, ask=True)
+                if source.kind == "folder":
+                    self.note_root(name, source.path, identity_of(source.path))
+                else:
+                    self._from_root.pop(name, None)
                 with self._metrics.load(name):
-                    _, evicted = self._lora.load(path, name)
+                    _, evicted = self._load(source)
                 if evicted is not None:
                     self._metrics.evicted(evicted, name)
                 self._versions[name] = version
@@ -112,6 +123,29 @@ class Loader:
                 lease.release()
                 raise
 
+    def _load(self, source: AdapterSource) -> tuple[int, str | None]:
+        """Load a name into a slot from where it comes; what a peer has is looked for in the nearer tiers first, by its content."""
+        if source.offer is None:
+            return self._lora.load(source.path, source.name)
+        try:
+            return self._load_offer(source.offer)
+        except PeerError:
+            # It may have other weights there by now, or be elsewhere.
+            newer = self._sources.find(source.name, ask=True)
+            if newer is None:
+                raise unknown_model(source.name, self._sources.names()) from None
+            if newer.offer == source.offer:
+                raise
+            return self._load(newer)
+
+    def _load_offer(self, offer: Offer) -> tuple[int, str | None]:
+        known = self._lora._catalog.find(offer.name)
+        origin = Peer(offer.address, offer.name)
+        if known is None or known.origin != origin or known.cache_id != offer.cache_id:
+            self._lora.register(offer.name, origin)
+            self._lora._catalog.get(offer.name).cache_id = offer.cache_id
+        return cast("tuple[int, str | None]", self._lora.promote(offer.name))
+
     def replace(self, name: str, path: str) -> None:
         """Give a resident name new weights; rows that run finish on the old.
 
@@ -125,6 +159,15 @@ class Loader:
     def note(self, name: str, version: int) -> None:
         """The weights in the slot are those of this version of the name's source."""
         self._versions[name] = version
+
+    def note_root(self, name: str, path: str, identity: Hashable | None) -> None:
+        """The weights under a name are those of these files of the adapter root, or will be."""
+        self._from_root[name] = path, identity
+
+    def from_root(self) -> dict[str, tuple[str, Hashable | None]]:
+        """The resident names that came from the adapter root: folder, and files when the load began."""
+        slot_of = self._lora.weights.slot_of
+        return {name: found for name, found in list(self._from_root.items()) if slot_of(name) is not None}
 
     def _lock_of(self, name: str) -> threading.Lock:
         with self._mutex:

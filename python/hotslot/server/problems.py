@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import AdapterError, AdapterNotFoundError, HotslotError, PoolError
+from ..errors import AdapterError, AdapterNotFoundError, HotslotError, PeerError, PoolError
 
 
 class Problem(Exception):  # noqa: N818 - it is an answer, not a fault
@@ -38,8 +38,10 @@ class Problem(Exception):  # noqa: N818 - it is an answer, not a fault
 
     @property
     def headers(self) -> dict[str, str]:
-        """Retry-After, and the scheme that is asked for."""
+        """Retry-After, the scheme that is asked for, and the end of a connection on which the rest of a body may come."""
         found = {} if self.retry_after is None else {"Retry-After": str(max(1, round(self.retry_after)))}
+        if self.status in (408, 413):
+            found["Connection"] = "close"
         return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
@@ -57,6 +59,15 @@ def problem_of(error: BaseException) -> Problem:
         return error
     if isinstance(error, AdapterNotFoundError):
         return Problem(404, str(error), code="adapter_not_found")
+    if isinstance(error, PeerError):
+        # What a peer sent and does not fit here is wrong with the adapter; a peer that does not answer may do so later.
+        does_not_fit = error.reason == "unsupported"
+        return Problem(
+            400 if does_not_fit else 503,
+            str(error),
+            code="invalid_adapter" if does_not_fit else "peer",
+            retry_after=None if does_not_fit else 1.0,
+        )
     if isinstance(error, AdapterError):
         return Problem(400, str(error), code="invalid_adapter")
     if isinstance(error, PoolError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from .problems import Problem
 from .sampling import Sampling
 
-# Accepted and of no effect here: they say nothing about the answer.
+# Accepted and of no effect here: they say nothing about the answer, or only something about an answer that is refused below.
 _WITHOUT_EFFECT = frozenset(
     [
         "user",
@@ -24,45 +25,97 @@ _WITHOUT_EFFECT = frozenset(
         "parallel_tool_calls",
         "priority",
         "request_id",
-        "add_generation_prompt",
+        "session_id",
         "skip_clone",
+        "include_reasoning",
+        "length_penalty",
+        "early_stopping",
+        "truncation_side",
+        "stream_interval",
+        "return_token_offsets",
+        "return_mm_kwargs",
+        "routed_experts_prompt_start",
     ]
 )
-# These ask for nothing with these values.
-_NOTHING: tuple[Any, ...] = (None, False, [], {}, "", "none", 1, "auto")
-_ASKS_NOTHING = frozenset(
-    [
-        "tools",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "response_format",
-        "suffix",
-        "best_of",
-        "use_beam_search",
-        "modalities",
-        "audio",
-        "prediction",
-        "web_search_options",
-        "reasoning_effort",
-        "verbosity",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    ]
-)
+# Known to OpenAI's and vLLM's clients, and not done here: refused, but for the values that ask for nothing (null always does).
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "thinking_token_budget": (-1,),
+    "verbosity": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "cache_salt": (),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "documents": ([],),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+# Of where an error is: fields, and not the branches of a union.
+_FIELD = re.compile(r"(?!(?:str|int|float|bool|list|dict)$)[a-z_0-9]+")
+# Of fields that have several forms, an error says all of them.
+_EXPECTED = {
+    "prompt": "text, token ids, or a list of either",
+    "stop": "up to 16 texts of 1 to 1024 characters",
+    "content": "text, or a list of text parts; images, audio and files are not supported",
+}
+# What a model prints when a token cannot be: JSON has no infinity, and this is vLLM's stand-in.
+_LEAST_LOGPROB = -9999.0
 
 Text: TypeAlias = Annotated[str, Field(max_length=4 << 20)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 Prompt: TypeAlias = Text | list[TokenId] | list[Text] | list[list[TokenId]]
 
 
-class _Request(BaseModel):
-    """What all requests for tokens have."""
+class _Strict(BaseModel):
+    """Fields have the types that they have in JSON: "3", true and 2.0 are no integers."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that this server does not know; they are ignored, as vLLM does."""
+        return sorted(self.model_extra or ())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+        # Clients write null for what they leave out.
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class _Request(_Strict):
+    """What all requests for tokens have."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     stream: bool = False
@@ -91,20 +144,27 @@ class _Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_without_effect(cls, data: Any) -> Any:
+    def _refuse_what_is_not_done(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         kept = {}
         for key, value in data.items():
-            if key not in cls.model_fields:
-                if key in _WITHOUT_EFFECT or value is None:
-                    continue
-                if key in _ASKS_NOTHING:
-                    if value in _NOTHING or value in ({"type": "text"}, ["text"]):
-                        continue
+            if key in cls.model_fields:
+                kept[key] = value
+            elif key in _REFUSED:
+                if value is not None and not any(_is(value, nothing) for nothing in _REFUSED[key]):
                     raise ValueError(f"{key} is not supported by this server; leave it out")
-            kept[key] = value
+            elif key in _OTHER_KIND and value is not None and not _is(value, False):
+                raise ValueError(f"{key} is a field of another kind of request; leave it out")
+            elif key not in _WITHOUT_EFFECT and key not in _OTHER_KIND:
+                kept[key] = value
         return kept
+
+    @model_validator(mode="after")
+    def _options_with_a_stream(self) -> Any:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
 
     @field_validator("stop")
     @classmethod
@@ -113,15 +173,29 @@ class _Request(BaseModel):
             raise ValueError(f"{len(value)} stops; expected at most 16")
         return value
 
-    def sampling(self, max_tokens: int, logprobs: int | None, vocab_size: int, temperature: float) -> Sampling:
+    def sampling(self, max_tokens: int, logprobs: int | None, vocab_size: int, end_tokens: frozenset[int]) -> Sampling:
         """How tokens are chosen.
 
+        Args:
+            max_tokens: Tokens to generate at most.
+            logprobs: As in `Sampling`.
+            vocab_size: The model's tokens.
+            end_tokens: Its own ends of sequence.
+
         Raises:
-            Problem: A token id is none of the model's.
+            Problem: A token id is none of the model's, or no token is left.
         """
+        if self.min_tokens > max_tokens:
+            raise Problem(400, f"min_tokens={self.min_tokens} is above max_tokens={max_tokens}", param="min_tokens")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         ids = frozenset(self.stop_token_ids or ())
         _check_ids(ids, vocab_size, "stop_token_ids")
+        if self.min_tokens and len(ids | end_tokens) >= vocab_size:
+            raise Problem(
+                400,
+                f"stop_token_ids and the model's own end hold all {vocab_size} tokens, so min_tokens={self.min_tokens} leaves none",
+                param="stop_token_ids",
+            )
         bias: dict[int, float] = {}
         for key, value in (self.logit_bias or {}).items():
             if not key.isascii() or not key.isdigit() or len(key) > 12:
@@ -130,8 +204,8 @@ class _Request(BaseModel):
         _check_ids(bias, vocab_size, "logit_bias")
         return Sampling(
             max_tokens=max_tokens,
-            min_tokens=min(self.min_tokens, max_tokens),
-            temperature=temperature if self.temperature is None else self.temperature,
+            min_tokens=self.min_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
@@ -149,10 +223,9 @@ class _Request(BaseModel):
         )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Strict):
     """What a stream has beside its text."""
 
-    model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
@@ -167,26 +240,82 @@ class CompletionRequest(_Request):
     add_special_tokens: bool = True
 
 
-class TextPart(BaseModel):
+class TextPart(_Strict):
     """A part of a message."""
 
-    model_config = ConfigDict(extra="ignore")
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
 
 
-class Message(BaseModel):
+class RefusalPart(_Strict):
+    """What the model refused with."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class CalledFunction(_Strict):
+    """What was called, with its arguments as JSON text."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Text = ""
+
+
+class ToolCall(_Strict):
+    """A call that an earlier answer made."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """The call as chat templates take it: with its arguments as an object."""
+        arguments: Any = {}
+        if self.function.arguments.strip():
+            try:
+                arguments = json.loads(self.function.arguments)
+            except (ValueError, RecursionError):
+                raise Problem(
+                    400,
+                    f"tool_calls of {self.function.name!r} have arguments that are no JSON; expected a JSON object",
+                    param="messages",
+                ) from None
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(_Strict):
     """One message of a chat."""
 
-    model_config = ConfigDict(extra="ignore")
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Text | list[TextPart] | None = None
-    name: str | None = None
+    content: Text | Annotated[list[TextPart | RefusalPart | Text], Field(max_length=4096)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=256)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: Text | None = None
 
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it."""
-        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        return {"role": self.role, "content": content}
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_read(cls, data: Any) -> Any:
+        for key in ("function_call", "audio", "images", "videos"):
+            if isinstance(data, dict) and data.get(key) not in (None, [], {}):
+                raise ValueError(f"{key} is not supported by this server; leave it out")
+        return data
+
+    def plain(self) -> dict[str, Any]:
+        """The message as chat templates take it; parts of text are lines, as in vLLM."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(
+                part if isinstance(part, str) else part.refusal if isinstance(part, RefusalPart) else part.text for part in content
+            )
+        found: dict[str, Any] = {"role": self.role, "content": content}
+        for key in ("name", "tool_call_id", "reasoning_content"):
+            value = getattr(self, key)
+            if value is not None:
+                found[key] = value
+        if self.tool_calls:
+            found["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return found
 
 
 class ChatRequest(_Request):
@@ -196,28 +325,31 @@ class ChatRequest(_Request):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _logprobs_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt: false")
         return self
 
 
-class LoadRequest(BaseModel):
+class LoadRequest(_Strict):
     """POST /v1/load_lora_adapter, with vLLM's fields."""
 
-    model_config = ConfigDict(extra="forbid")
     lora_name: Annotated[str, Field(min_length=1, max_length=512)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
 
 
-class UnloadRequest(BaseModel):
+class UnloadRequest(_Strict):
     """POST /v1/unload_lora_adapter, with vLLM's fields."""
 
-    model_config = ConfigDict(extra="forbid")
     lora_name: Annotated[str, Field(min_length=1, max_length=512)]
     lora_int_id: int | None = None
 
@@ -225,6 +357,9 @@ class UnloadRequest(BaseModel):
 _Request.model_rebuild()
 CompletionRequest.model_rebuild()
 ChatRequest.model_rebuild()
+_OTHER_KIND = CompletionRequest.model_fields.keys() ^ ChatRequest.model_fields.keys()
+
+_NAMED = _OTHER_KIND | CompletionRequest.model_fields.keys() | _REFUSED.keys()
 
 
 def parse(kind: type[Any], body: bytes) -> Any:
@@ -237,14 +372,26 @@ def parse(kind: type[Any], body: bytes) -> Any:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("function-", "constrained-", "list[")))
+        where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or _FIELD.fullmatch(str(part)))
         message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            message = "is no field of this request"
         text = f"{where}: {message}" if where else message
-        if first["type"] not in ("missing", "extra_forbidden", "json_invalid", "value_error"):
+        hint = _EXPECTED.get(where.rpartition(".")[2])
+        if hint and first["type"] not in ("missing", "value_error"):
+            text = f"{where}: expected {hint}"
+        if first["type"] not in ("missing", "json_invalid", "value_error"):
             text += f"; found {_shown(first['input'])}"
-        raise Problem(400, text, param=where or None, code="invalid_request") from None
+        named = where or next((field for field in message.split()[:1] if field in _NAMED), None)
+        raise Problem(400, text, param=named, code="invalid_request") from None
+
+
+def finite(logprob: float | None) -> float | None:
+    """A log probability as JSON can carry it.
+
+    Example:
+        >>> finite(-0.5), finite(float("-inf")), finite(None)
+        (-0.5, -9999.0, None)
+    """
+    return logprob if logprob is None or logprob > _LEAST_LOGPROB else _LEAST_LOGPROB
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:
@@ -298,3 +445,8 @@ def _shown(value: Any) -> str:
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= 100 else text[:100] + "..."
+
+
+def _is(value: Any, other: Any) -> bool:
+    """Equal, and of one type: true is not 1."""
+    return type(value) is type(other) and bool(value == other)

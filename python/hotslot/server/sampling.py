@@ -58,7 +58,7 @@ class Choice:
     """The token of a row for this step.
 
     Attributes:
-        token: Its id; -1 where the model's output was not finite, or no token is allowed.
+        token: Its id; -1 where the model's output was not finite, -2 where the request rules every token out.
         logprob: Its log probability under the model, before temperature and penalties; None if not asked for.
         top: The most probable tokens with theirs.
     """
@@ -105,8 +105,8 @@ def _choose(logits: torch.Tensor, row: Row, greedy: int) -> Choice:
     else:
         adjusted = logits
     if not torch.isfinite(adjusted.amax()):
-        # Every token was ruled out: this row's fault, which must not become the batch's.
-        return Choice(-1)
+        # This row's fault, which must not become the batch's.
+        return Choice(-2)
     token = greedy if sampling.temperature == 0.0 else _draw(adjusted, row)
     if sampling.logprobs is None:
         return Choice(token)

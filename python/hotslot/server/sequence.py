@@ -172,9 +172,14 @@ class Sequence:
         if self.ended:
             return True
         if choice.token < 0:
-            self.end(
-                "error", problem=Problem(500, "the model's output is not finite for this prompt and adapter", code="not_finite")
-            )
+            problem = Problem(500, "the model's output is not finite for this prompt and adapter", code="not_finite")
+            if choice.token == -2:
+                problem = Problem(
+                    400,
+                    "min_tokens, stop_token_ids and logit_bias rule every token out; expected to leave one",
+                    code="no_token_left",
+                )
+            self.end("error", problem=problem)
             return True
         self.tokens.append(choice.token)
         self._note_time()

@@ -9,14 +9,19 @@ import logging
 import os
 import signal
 import socket
+import threading
 from types import FrameType
 from typing import Any
 
 from ..errors import PoolError
+from ..ls import TOKEN_VARIABLE, read_token
 from .settings import Settings
 
 _LOG = logging.getLogger("hotslot.server")
 _IDLE_SECONDS = 0.05
+# After the drain, the end takes this long at most; then what hangs (a load from a disk that does not answer) is left behind.
+_CLOSE_SECONDS = 30.0
+_ENDED_AT_ONCE = 1
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,11 +46,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--adapter-root", metavar="FOLDER", help="a folder of adapters, loaded on first use; loads by call must lie in it")
     add("--admin-token", metavar="TOKEN", help="allow loads and unloads for its bearer (or HOTSLOT_ADMIN_TOKEN)")
     add("--api-key", dest="api_keys", metavar="KEY", nargs="+", action="extend", default=[], help="keys (or HOTSLOT_API_KEY)")
+    add("--enable-lora", action="store_true", help="taken for vLLM's sake: adapters are always enabled")
     add("--max-loras", type=int, default=8, help="slots (default: %(default)s)")
     add("--max-lora-rank", type=int, default=64, help="the largest rank of an adapter (default: %(default)s)")
     add("--lora-dtype", dest="pool_dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the slots")
     add("--host-bytes", type=int, default=0, help="memory that keeps evicted adapters for their next load (default: none)")
     add("--disk-cache", metavar="FOLDER", help="folder of packed adapters that servers of one machine share (default: none)")
+    add(
+        "--peer",
+        dest="peers",
+        metavar="HOST:PORT",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="servers whose adapters are served here too, asked in this order",
+    )
+    add(
+        "--serve-peers",
+        metavar="HOST:PORT",
+        help="let other servers read the adapters that this one holds; port 0 takes a free one",
+    )
+    add("--peer-token", metavar="TOKEN", help=f"what peers ask of one another (or {TOKEN_VARIABLE}, or --peer-token-file)")
+    add("--peer-token-file", metavar="FILE", help="a file with that token")
+    add("--peer-ca", metavar="PEM", help="the authority of the peers' certificates; TLS between peers")
+    add("--peer-cert", metavar="PEM", help="this server's certificate, shown to peers")
+    add("--peer-key", metavar="PEM", help="its private key")
     add("--lora-extras-bytes", dest="extras_bytes", type=int, help="bytes per slot for DoRA, biases, saved modules and the like")
     add("--lora-experts", dest="experts", action="store_true", default=None, help="serve adapters of routers and experts")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the model (default: %(default)s)")
@@ -76,7 +101,24 @@ def settings_of(options: argparse.Namespace) -> Settings:
     given["admin_token"] = options.admin_token or os.environ.get("HOTSLOT_ADMIN_TOKEN") or None
     key = os.environ.get("HOTSLOT_API_KEY")
     given["api_keys"] = tuple(options.api_keys) or ((key,) if key else ())
+    if any(address.startswith("https://") for address in options.peers) and not options.peer_ca:
+        raise PoolError("a --peer has https://, and no --peer-ca says whom to trust; give the authority of the peers' certificates")
+    given["peers"] = tuple(map(peer_address, options.peers))
+    given["peer_token"] = options.peer_token or read_token(options.peer_token_file)
     return Settings(**given)
+
+
+def peer_address(given: str) -> str:
+    """A peer's address; http:// may stand before it, and https:// where there are certificates.
+
+    Example:
+        >>> peer_address("http://10.0.0.7:7070/"), peer_address("10.0.0.7:7070")
+        ('10.0.0.7:7070', '10.0.0.7:7070')
+    """
+    for scheme in ("http://", "https://"):
+        if given.startswith(scheme):
+            return given.removeprefix(scheme).rstrip("/")
+    return given
 
 
 def lora_modules(given: list[str]) -> dict[str, str]:
@@ -107,13 +149,13 @@ def lora_modules(given: list[str]) -> dict[str, str]:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
+    settings = settings_of(options)  # what is wrong with a flag is told before anything is imported
     try:
         from .events import set_up_logging
         from .problems import Problem
         from .service import Service
     except ImportError as error:
         raise PoolError(f"hotslot serve needs the server extra ({error}); install it with: pip install 'hotslot[server]'") from None
-    settings = settings_of(options)
     set_up_logging(settings.log_level)
     with listen(settings.host, settings.port) as listener:
         try:
@@ -146,6 +188,7 @@ async def serve(service: Any, listener: socket.socket) -> int:
     import uvicorn
 
     from .app import build_app
+    from .connection import configure
 
     settings = service.settings
     loop = asyncio.get_running_loop()
@@ -155,8 +198,7 @@ async def serve(service: Any, listener: socket.socket) -> int:
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if service.draining:
-                self.should_exit = self.force_exit = True
-                return
+                os._exit(_ENDED_AT_ONCE)  # whatever is under way: a load that hangs would keep the interpreter
             service.draining = True
             loop.call_soon_threadsafe(self._begin_drain, sig)
 
@@ -168,19 +210,21 @@ async def serve(service: Any, listener: socket.socket) -> int:
             end = loop.time() + settings.drain_seconds
             while not service.admission.is_idle() and loop.time() < end:
                 await asyncio.sleep(_IDLE_SECONDS)
+            last = threading.Timer(_CLOSE_SECONDS, _give_up)
+            last.daemon = True
+            last.start()
             self.should_exit = True
 
-    config = uvicorn.Config(
-        build_app(service),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
-        h11_max_incomplete_event_size=64 << 10,
-    )
-    server = Draining(config)
+    server = Draining(configure(build_app(service)))
     host, port = listener.getsockname()[:2]
     _LOG.info("serving", extra={"facts": {"model": settings.base_name, "address": f"http://{host}:{port}", "port": port}})
-    await server.serve([listener])
+    try:
+        await server.serve([listener])
+    except OSError as error:
+        raise PoolError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port") from None
     return 0
+
+
+def _give_up() -> None:
+    _LOG.error("something does not end; leaving it behind")
+    os._exit(_ENDED_AT_ONCE)

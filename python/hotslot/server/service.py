@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import AdapterNotFoundError, PoolError, PoolFullError, SlotBusyError
+from ..errors import AdapterNotFoundError, HotslotError, PoolError, PoolFullError, SlotBusyError
 from ..model import attach
-from ..tiers import Tiers
+from ..pool import plan
+from ..tiers import PeerTls
 from .admission import Admission
+from .checkpoint import cache_bytes, end_tokens, load_model, num_tokens, served_length
 from .engine import EngineLimits, build
 from .loading import Loader
 from .metrics import BASE_LABEL, Metrics
+from .neighbours import Neighbours
 from .problems import Problem, problem_of, unknown_model
 from .sources import Sources
+from .watch import RootWatch
 
 if TYPE_CHECKING:
+    from .._core import PeerServer
     from .sequence import Call
     from .settings import Settings
 
 _LOG = logging.getLogger("hotslot.server")
-_DEFAULT_LENGTH = 4096
 _WATCH_SECONDS = 0.05
+_ROOT_SECONDS = 1.0
 _POLL_SECONDS = 0.01
 _INPLACE_SECONDS = 60.0
 
@@ -50,24 +58,30 @@ class Service:
         self.draining = False
         self.metrics = Metrics()
         config = model.config.get_text_config()
-        self.vocab_size = int(config.vocab_size)
-        self.max_length = settings.max_model_len or min(
-            getattr(config, "max_position_embeddings", _DEFAULT_LENGTH), _DEFAULT_LENGTH
-        )
-        self.end_tokens = _end_tokens(model, tokenizer)
+        self.vocab_size = num_tokens(model)
+        self.max_length = served_length(config, settings.max_model_len)
+        self.end_tokens = end_tokens(model, tokenizer, self.vocab_size)
         self.sources = Sources(settings.base_name, settings.lora_modules, settings.adapter_root)
-        limits = self._limits()
+        limits = self._limits(model)
+        tiers, pinned = settings.tiers(), self._pinned()
         self.lora = attach(
             model,
-            self._pinned(),
+            pinned,
             max_loras=settings.max_loras,
             max_rank=settings.max_lora_rank,
             pool_dtype=cast("Any", settings.pool_dtype),
             extras_bytes=settings.extras_bytes,
             experts=settings.experts,
             unrouted="error",
-            tiers=Tiers(host_bytes=settings.host_bytes, disk=settings.disk_cache),
+            tiers=tiers,
+            room_for=[path for name, path in settings.lora_modules.items() if name not in pinned],
         )
+        try:
+            if settings.peers:
+                self.sources.neighbours = Neighbours(settings.peers, tiers, self.sources.is_name)
+            self.exports = None if settings.serve_peers is None else self._export(*settings.export_address())
+        except (HotslotError, ValueError) as error:
+            raise PoolError(f"peers cannot be spoken to: {error}") from error
         self.engine = build(model, self.lora, limits)
         self.loader = Loader(self.lora, self.sources, self.metrics, settings.load_threads)
         self.admission = Admission(
@@ -81,10 +95,12 @@ class Service:
             waited=self.metrics.waited,
         )
         self.metrics.watch(self.lora, self.admission, self.engine)
+        self._lookups, self._asking = ThreadPoolExecutor(4, "hotslot-lookup"), ThreadPoolExecutor(4, "hotslot-asking")
         # A tokenizer's settings are looked at, and may be set, at each call.
         self._tokenizing = threading.Lock()
         self._stop_watch = threading.Event()
         self._watch = threading.Thread(target=self._keep, name="hotslot-watch", daemon=True)
+        self._root = threading.Thread(target=self._watch_root, name="hotslot-root", daemon=True)
 
     @classmethod
     def load(cls, settings: Settings) -> Service:
@@ -99,6 +115,8 @@ class Service:
     def start(self) -> None:
         """Look after the engine, which runs since the service was made."""
         self._watch.start()
+        if self.settings.adapter_root is not None:
+            self._root.start()
 
     def close(self) -> None:
         """End everything that runs, and take the pool off the model."""
@@ -107,9 +125,15 @@ class Service:
         self.admission.fail_waiting(stopped)
         self.engine.stop(timeout=10.0)
         self._stop_watch.set()
+        if self.sources.neighbours is not None:
+            self.sources.neighbours.close()
+        if self.exports is not None:
+            self.exports.close()
         if self._watch.is_alive():
             self._watch.join()
         self.loader.close()
+        self._lookups.shutdown(wait=False)
+        self._asking.shutdown(wait=False)
         self.admission.fail_waiting(stopped)
         try:
             self.lora.detach()
@@ -119,7 +143,7 @@ class Service:
 
     # --- requests --------------------------------------------------------------------------------------------------------
 
-    def resolve(self, model: str) -> str | None:
+    async def resolve(self, model: str) -> str | None:
         """The adapter that a request's `model` names, None for the base model: one function for every endpoint.
 
         Raises:
@@ -127,8 +151,14 @@ class Service:
         """
         if model == self.settings.base_name:
             return None
-        if self.lora.weights.slot_of(model) is None and self.sources.find(model) is None:
-            raise unknown_model(model, self.sources.names())
+        if self.lora.weights.slot_of(model) is None:
+            # Folders are looked at, and peers may be asked: not on the event loop, and the second holds up none of the first.
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._lookups, self.sources.find, model)
+            if found is None and self.sources.neighbours is not None:
+                found = await loop.run_in_executor(self._asking, partial(self.sources.find, model, ask=True))
+            if found is None:
+                raise unknown_model(model, await loop.run_in_executor(self._lookups, self.sources.names))
         return model
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -192,9 +222,9 @@ class Service:
             Problem: 400, 403, 409: as it says; nothing was changed.
         """
         self.sources.check_name(name)
-        real = self.sources.allowed_path(path)
+        real = await asyncio.to_thread(self.sources.allowed_path, path)
+        known = await asyncio.to_thread(self.sources.find, name)
         is_resident = self.lora.weights.slot_of(name) is not None
-        known = self.sources.find(name)
         is_listed_only = known is not None and known.kind == "folder" and known.path == real and not is_resident
         if (known is not None or is_resident) and not inplace and not is_listed_only:
             raise Problem(
@@ -204,7 +234,7 @@ class Service:
                 code="already_loaded",
             )
         with self.sources.changing(name) as before:
-            if is_resident and await asyncio.to_thread(self._replace, name, real):
+            if is_resident and await asyncio.to_thread(self.replace, name, real):
                 self.loader.note(name, self.sources.register(name, real))
                 return
             # Most of what can be wrong is found here, before the name is known to anybody.
@@ -213,7 +243,7 @@ class Service:
             try:
                 await asyncio.wrap_future(self.admission.want(name))
                 # It may have come into a slot while the new files were checked, with the old weights.
-                if not self.loader.is_current(name) and await asyncio.to_thread(self._replace, name, real):
+                if not self.loader.is_current(name) and await asyncio.to_thread(self.replace, name, real):
                     self.loader.note(name, version)
             except BaseException:
                 self.sources.restore(name, before, version)
@@ -226,7 +256,7 @@ class Service:
             Problem: 404.
         """
         # Of two calls at once, one gets this.
-        if not self.sources.forget(name):
+        if not await asyncio.to_thread(self.sources.forget, name):
             raise Problem(
                 404,
                 f"the adapter {name[:200]!r} is not loaded; loaded are {', '.join(self.sources.names()[1:][:20]) or 'none'}",
@@ -235,6 +265,8 @@ class Service:
             )
         self.admission.forget(name, Problem(404, f"the adapter {name!r} was unloaded", code="model_not_found"))
         await asyncio.to_thread(self._unload, name)
+        with contextlib.suppress(AdapterNotFoundError):
+            self.lora.unregister(name)
         self.metrics.forget(name)
 
     def _check(self, name: str, path: str) -> None:
@@ -246,7 +278,7 @@ class Service:
                 self.metrics.refused(name, error)
                 raise problem_of(error) from error
 
-    def _replace(self, name: str, path: str) -> bool:
+    def replace(self, name: str, path: str) -> bool:
         """New weights for a resident name; where no slot is free for them, in place once its running rows are done.
 
         False if others took its slot meanwhile: then the next load brings the new ones.
@@ -309,7 +341,7 @@ class Service:
                     "parent": base,
                     "max_model_len": self.max_length,
                     "rank": None if info is None else info.rank,
-                    "digest": None if info is None else info.cache_id,
+                    "digest": (source.offer and source.offer.cache_id) if info is None else info.cache_id,
                     "state": state,
                     "source": source.kind,
                 }
@@ -348,17 +380,26 @@ class Service:
             "running_sequences": self.admission.num_running,
             "waiting_requests": self.admission.num_waiting,
             "engine": {"kind": self.engine.kind, "steps": self.engine.num_steps, "cache_usage": self.engine.cache_usage},
+            "peers": [] if self.sources.neighbours is None else self.sources.neighbours.states(),
             "events": self.metrics.events.after(after),
         }
 
     def _pinned(self) -> dict[str, str]:
         """The startup adapters that get slots of their own; one slot stays free if others can be asked for."""
         modules, settings = self.settings.lora_modules, self.settings
-        can_load = settings.adapter_root is not None or len(modules) > settings.max_loras
+        can_load = settings.adapter_root is not None or bool(settings.peers) or len(modules) > settings.max_loras
         room = settings.max_loras - int(can_load)
         return dict(list(modules.items())[:room])
 
-    def _limits(self) -> EngineLimits:
+    def _export(self, host: str, port: int) -> PeerServer:
+        """Let other servers read what this one holds, with their token, and their certificates where there is an authority."""
+        settings = self.settings
+        tls = PeerTls(ca=settings.peer_ca, certificate=settings.peer_cert, key=settings.peer_key) if settings.peer_cert else None
+        server = self.lora.serve_peers(host, port, token=settings.peer_token, tls=tls)
+        _LOG.info("serving peers", extra={"facts": {"address": server.address}})
+        return server
+
+    def _limits(self, model: Any) -> EngineLimits:
         settings, length = self.settings, self.max_length
         tokens = max(length, settings.max_num_seqs * length // 4)
         num_blocks = settings.num_blocks or -(-tokens // settings.block_size) + 1
@@ -366,6 +407,16 @@ class Service:
             raise PoolError(
                 f"{num_blocks} blocks of {settings.block_size} tokens hold less than --max-model-len {length}; raise --num-blocks "
                 "or lower --max-model-len"
+            )
+        config = model.config.get_text_config()
+        room = cache_bytes(config, num_blocks * settings.block_size, model.dtype.itemsize)
+        sites = plan(model, settings.max_loras, settings.max_lora_rank, pool_dtype=settings.pool_dtype)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if model.device.type == "cpu" and room + sites.total_bytes + settings.host_bytes > memory:
+            raise PoolError(
+                f"the cache takes {room >> 20} MiB, the pool {sites.total_bytes >> 20} MiB and the host tier "
+                f"{settings.host_bytes >> 20} MiB, and this machine has {memory >> 20} MiB; lower --num-blocks, "
+                "--max-loras, --max-lora-rank or --host-bytes"
             )
         return EngineLimits(
             max_rows=settings.max_num_seqs,
@@ -376,6 +427,12 @@ class Service:
             share_prefixes=settings.enable_prefix_caching,
         )
 
+    def _watch_root(self) -> None:
+        """Look at the adapter root every now and then; on a thread of its own, since disks may not answer."""
+        watch = RootWatch(self)
+        while not self._stop_watch.wait(_ROOT_SECONDS):
+            watch.look()
+
     def _keep(self) -> None:
         """Look after what nobody's call looks after: loads that stood back, and an engine that is gone."""
         while not self._stop_watch.wait(_WATCH_SECONDS):
@@ -383,47 +440,3 @@ class Service:
                 self.admission.fail_waiting(Problem(503, f"the engine does not run: {self.engine.fault}", code="engine"))
             elif self.admission.num_waiting or not self.admission.is_idle():
                 self.admission.poke()
-
-
-def load_model(settings: Settings) -> tuple[Any, Any]:
-    """The model and tokenizer that the settings name.
-
-    Raises:
-        PoolError: They cannot be loaded.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = Path(settings.model)
-    options: dict[str, Any] = {}
-    source: str | Path = settings.model
-    if path.suffix == ".gguf":
-        source, options = path.parent, {"gguf_file": path.name}
-    dtype: Any = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    if dtype == "auto" and path.suffix == ".gguf":
-        dtype = torch.float32
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except Exception as error:  # tokenizers raises no class of its own
-        reason = " ".join(str(error).split())
-        raise PoolError(
-            f"the model {settings.model!r} cannot be loaded: {reason}; expected a transformers folder, a hub id or a .gguf file"
-        ) from error
-    try:
-        model.to(cast("Any", settings.device))
-    except (RuntimeError, AssertionError) as error:
-        raise PoolError(f"--device {settings.device!r} cannot be used: {str(error).splitlines()[0]}; expected cpu") from error
-    return model.eval(), tokenizer
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The ids that end an answer, by the model's generation config and its tokenizer."""
-    found: set[int] = set()
-    for value in (
-        getattr(model.generation_config, "eos_token_id", None),
-        getattr(model.config.get_text_config(), "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    ):
-        found.update([value] if isinstance(value, int) else value or [])
-    return frozenset(token for token in found if token >= 0)

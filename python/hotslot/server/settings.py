@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
+from ..catalog import is_address
 from ..errors import PoolError
+from ..pool import MAX_RANK
+from ..tiers import PeerTls, Tiers, is_token
+
+# The least and the most of every number; what lies beyond is a slip of the keyboard.
+_RANGES: dict[str, tuple[int, int]] = {
+    "port": (0, 65535),
+    "max_loras": (1, 65536),
+    "max_lora_rank": (1, MAX_RANK),
+    "extras_bytes": (0, (1 << 48) - 1),
+    "host_bytes": (0, (1 << 48) - 1),
+    "max_num_seqs": (1, 65536),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "max_model_len": (2, (1 << 31) - 1),
+    "block_size": (4, 4096),
+    "num_blocks": (1, (1 << 31) - 1),
+    "max_queue": (1, 1 << 20),
+    "max_queue_per_adapter": (1, 1 << 20),
+    "max_body_bytes": (1024, 1 << 30),
+    "max_n": (1, 128),
+    "load_threads": (1, 64),
+}
+_MAX_SECONDS = 86400
+_FLAGS = {"extras_bytes": "lora-extras-bytes"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +47,10 @@ class Settings:
         max_loras, max_lora_rank, pool_dtype, extras_bytes, experts: As in `hotslot.attach`.
         host_bytes: Budget of the host tier, which keeps adapters in memory for their next load; 0 for none.
         disk_cache: Folder of the disk cache, which servers of one machine share; None for none.
+        peers: Addresses (`host:port`) of servers whose adapters are served here too; asked in this order.
+        peer_token: What peers want as bearer token, and what this server wants of them.
+        peer_ca, peer_cert, peer_key: PEM files for TLS between peers: whom to trust, and who this is; both ends have all three.
+        serve_peers: Where (`host:port`) other servers can read the adapters in this one's slots and host tier; None for nowhere.
         dtype: Of the model's weights: "auto", "float32", "bfloat16", "float16".
         device: The model's device.
         max_num_seqs: Sequences in a batch.
@@ -53,6 +82,12 @@ class Settings:
     experts: bool | None = None
     host_bytes: int = 0
     disk_cache: str | None = None
+    peers: tuple[str, ...] = ()
+    peer_token: str | None = field(default=None, repr=False)
+    peer_ca: str | None = None
+    peer_cert: str | None = None
+    peer_key: str | None = field(default=None, repr=False)
+    serve_peers: str | None = None
     dtype: str = "auto"
     device: str = "cpu"
     max_num_seqs: int = 32
@@ -73,27 +108,23 @@ class Settings:
         """Refuse what cannot be meant.
 
         Raises:
-            PoolError: An option is out of its range.
+            PoolError, PeerError: An option is out of its range.
         """
-        at_least = {
-            "max_loras": 1,
-            "max_lora_rank": 1,
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": 1,
-            "block_size": 4,
-            "max_queue": 1,
-            "max_queue_per_adapter": 1,
-            "max_body_bytes": 1024,
-            "max_n": 1,
-            "load_threads": 1,
-        }
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise PoolError(f"--{name.replace('_', '-')} is {getattr(self, name)}; expected at least {least}")
-        for name in ("max_model_len", "num_blocks"):
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PoolError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+            if value is None and Settings.__dataclass_fields__[name].default is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                flag = _FLAGS.get(name, name.replace("_", "-"))
+                raise PoolError(f"--{flag} is {value!r}; expected an integer, at least {least} and at most {most}")
+        seconds = self.drain_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= _MAX_SECONDS:
+            raise PoolError(f"--drain-seconds is {seconds!r}; expected seconds, at least 0 and at most {_MAX_SECONDS}")
+        for name in ("model", "host"):
+            if not getattr(self, name) or "\0" in getattr(self, name):
+                raise PoolError(f"{name} is {getattr(self, name)!r}; expected some text")
+        if not 1 <= len(self.base_name) <= 512:
+            raise PoolError(f"the served model name has {len(self.base_name)} characters; expected 1 to 512, as requests may have")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise PoolError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}; "
@@ -103,8 +134,47 @@ class Settings:
             raise PoolError(f"the admin token has {len(self.admin_token)} characters; expected at least 8")
         if any(not key for key in self.api_keys):
             raise PoolError("an API key is empty; leave the option out to serve everybody")
+        for what, token in (("the admin token", self.admin_token), *(("an API key", key) for key in self.api_keys)):
+            if token is not None and not is_token(token):
+                raise PoolError(f"{what} holds spaces, line ends or letters beyond ASCII; expected visible ASCII characters alone")
+        if self.serve_peers is not None:
+            self.export_address()
+        if (self.peer_cert is None) != (self.peer_key is None):
+            raise PoolError("--peer-cert and --peer-key belong together; give both, or neither")
+        for flag, path in (("ca", self.peer_ca), ("cert", self.peer_cert), ("key", self.peer_key)):
+            if path is not None and not os.path.isfile(path):
+                raise PoolError(f"--peer-{flag} {path!r} is no file; expected a PEM file")
+        self.tiers()
 
     @property
     def base_name(self) -> str:
         """What requests call the base model."""
         return self.served_model_name or self.model
+
+    def tiers(self) -> Tiers:
+        """Where adapters are looked for before their folder is read.
+
+        Raises:
+            PoolError, PeerError: An option is out of range.
+        """
+        # A client without an authority to trust speaks plain HTTP, whatever certificate it has.
+        tls = PeerTls(ca=self.peer_ca, certificate=self.peer_cert, key=self.peer_key) if self.peer_ca else None
+        return Tiers(
+            host_bytes=self.host_bytes,
+            disk=self.disk_cache,
+            peers=self.peers,
+            peer_token=self.peer_token,
+            peer_tls=tls,
+            max_loads=self.load_threads,
+        )
+
+    def export_address(self) -> tuple[str, int]:
+        """The host and port of `serve_peers`; port 0 takes a free one.
+
+        Raises:
+            PoolError: It is no address.
+        """
+        host, _, port = (self.serve_peers or "").rpartition(":")
+        if not (is_address(self.serve_peers) or (port == "0" and is_address(f"{host}:1"))):
+            raise PoolError(f"--serve-peers {self.serve_peers!r} is no address; expected HOST:PORT, such as 127.0.0.1:7070")
+        return host.strip("[]"), int(port)

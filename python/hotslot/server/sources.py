@@ -1,4 +1,4 @@
-"""Where adapters come from: the startup set, a folder of folders, and what was loaded by call. Names and paths are checked here."""
+"""Where adapters come from: the startup set, a folder, calls and peers. Names and paths are checked here."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .problems import Problem, unknown_model
+
+if TYPE_CHECKING:
+    from .neighbours import Neighbours, Offer
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,127}")
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 # Listing is for people and clients; a resolver of more finds them all the same.
 _MAX_LISTED = 1000
 
-Kind = Literal["startup", "loaded", "folder"]
+Kind = Literal["startup", "loaded", "folder", "peer"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,15 @@ class AdapterSource:
 
     Attributes:
         name: What requests call it.
-        path: Its folder.
-        kind: Named at start, loaded by call, or found in the adapter root.
+        path: Its folder; of a peer's, `peer://` with address and name.
+        kind: Named at start, loaded by call, found in the adapter root, or had by a peer.
+        offer: What the peer says of it.
     """
 
     name: str
     path: str
     kind: Kind
+    offer: Offer | None = None
 
 
 class Sources:
@@ -44,12 +49,16 @@ class Sources:
         startup: Name -> folder, as named at start; these may lie anywhere.
         root: A folder whose folders are adapters by their relative path, loaded on first use. Paths given by call must lie in it.
 
+    Attributes:
+        neighbours: The peers whose adapters are served too, or None.
+
     Raises:
         Problem: A name is none, or the root is no folder.
     """
 
     def __init__(self, base: str, startup: dict[str, str], root: str | None) -> None:
         self._base = base
+        self.neighbours: Neighbours | None = None
         self._root = None if root is None else Path(root).resolve()
         if self._root is not None and not self._root.is_dir():
             raise Problem(400, f"the adapter root {root!r} is no folder; give an existing one", code="no_root")
@@ -69,8 +78,7 @@ class Sources:
         Raises:
             Problem: 400.
         """
-        parts = name.split("/")
-        if not _NAME.fullmatch(name) or any(part in ("", ".", "..") for part in parts):
+        if not self.is_name(name) and name != self._base:
             raise Problem(
                 400,
                 f"{name[:200]!r} is no adapter name; expected 1 to 128 of A-Z a-z 0-9 _ . - /, beginning with a letter or digit, "
@@ -81,33 +89,40 @@ class Sources:
         if name == self._base:
             raise Problem(409, f"{name!r} is the base model's name; give the adapter another", param="lora_name", code="name_taken")
 
-    def find(self, name: str) -> AdapterSource | None:
-        """The source of a name, or None."""
+    def is_name(self, name: str) -> bool:
+        """Whether an adapter may have a name."""
+        parts = name.split("/")
+        return bool(_NAME.fullmatch(name)) and not any(part in ("", ".", "..") for part in parts) and name != self._base
+
+    def find(self, name: str, *, ask: bool = False) -> AdapterSource | None:
+        """The source of a name, or None; peers come last, with what they said, or are asked over the network with `ask`."""
         with self._mutex:
             known = self._known.get(name)
             if known is not None or name in self._hidden:
                 return known
-        return self._in_root(name)
+        if not self.is_name(name):
+            return None
+        return self._in_root(name) or self._at_peers(name, ask=ask)
 
-    def path_of(self, name: str) -> str:
-        """The folder of a name.
+    def source_of(self, name: str, *, ask: bool = False) -> AdapterSource:
+        """The source of a name.
 
         Raises:
-            Problem: 404.
+            Problem: 404; 403 for a file that leads out of the root.
         """
-        found = self.find(name)
+        found = self.find(name, ask=ask)
         if found is None:
             raise unknown_model(name, self.names())
         if found.kind == "folder":
             self._check_files(Path(found.path))
-        return found.path
+        return found
 
     def names(self) -> list[str]:
         """The names that can be served, base first; those of the folder as it is now."""
         return [self._base, *(source.name for source in self.all())]
 
     def all(self) -> list[AdapterSource]:
-        """All sources, those of the folder as it is now."""
+        """All sources, those of the folder as it is now, those of peers as they last said."""
         with self._mutex:
             known = dict(self._known)
             hidden = set(self._hidden)
@@ -115,7 +130,9 @@ class Sources:
         for source in self._scan():
             if source.name not in known and source.name not in hidden:
                 found.append(source)
-        return found
+        served = {source.name for source in found} | hidden
+        offers = [] if self.neighbours is None else self.neighbours.all()
+        return found + [_offered(offer) for offer in offers if offer.name not in served][:_MAX_LISTED]
 
     def allowed_path(self, path: str) -> str:
         """A path given by call, as the real path of a folder in the adapter root.
@@ -192,11 +209,11 @@ class Sources:
 
     def forget(self, name: str) -> bool:
         """Serve a name no more; False if it was not served."""
-        in_root = self._in_root(name) is not None
+        elsewhere = self.is_name(name) and (self._in_root(name) or self._at_peers(name, ask=False)) is not None
         with self._mutex:
             known = self._known.pop(name, None)
-            was_listed = in_root and name not in self._hidden
-            if in_root:
+            was_listed = elsewhere and name not in self._hidden
+            if elsewhere:
                 self._hidden.add(name)
             if known is not None or was_listed:
                 self._changed(name)
@@ -207,9 +224,7 @@ class Sources:
         return found
 
     def _in_root(self, name: str) -> AdapterSource | None:
-        if self._root is None or not _NAME.fullmatch(name) or name == self._base:
-            return None
-        if any(part in ("", ".", "..") for part in name.split("/")):
+        if self._root is None or not self.is_name(name):
             return None
         folder = self._root / name
         try:
@@ -219,6 +234,12 @@ class Sources:
         except (OSError, RuntimeError):
             return None
         return AdapterSource(name, str(real), "folder")
+
+    def _at_peers(self, name: str, *, ask: bool) -> AdapterSource | None:
+        if self.neighbours is None:
+            return None
+        offer = self.neighbours.ask(name) if ask else self.neighbours.known(name)
+        return None if offer is None else _offered(offer)
 
     def _check_files(self, folder: Path) -> None:
         """An adapter's files must lie in the root themselves, wherever links lead."""
@@ -250,3 +271,7 @@ class Sources:
             inner = (self._in_root(f"{outer}/{name}") for name in second[:_MAX_LISTED])
             found += [source for source in inner if source is not None]
         return found[:_MAX_LISTED]
+
+
+def _offered(offer: Offer) -> AdapterSource:
+    return AdapterSource(offer.name, f"peer://{offer.address}/{offer.name}", "peer", offer)
