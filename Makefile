@@ -157,6 +157,8 @@ $(STAMPS)/test: pyproject.toml | $(STAMPS)/tools
 	@if $(HAS_UV); then $(UV_PIP) -r pyproject.toml --extra server --group test; else $(PIP) '.[server]' && $(PIP) --group test; fi
 	@if $(HAS_UV); then $(UV_PIP) --group gpu-ci; else $(PIP) --group gpu-ci; fi \
 		|| echo "hotslot: NVIDIA's compiler could not be installed; tests that need it are skipped"
+	@if $(HAS_UV); then $(UV_PIP) -r pyproject.toml --extra ray; else $(PIP) '.[ray]'; fi \
+		|| echo "hotslot: Ray could not be installed; tests that need it are skipped"
 	@touch $@
 
 $(STAMPS)/bench: pyproject.toml | $(STAMPS)/tools

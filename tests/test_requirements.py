@@ -32,6 +32,12 @@ from hotslot.server.service import load_model
 from hotslot.server.settings import Settings
 print(type(load_model(Settings(model="tiny.gguf"))[0]).__name__)
 """
+RAY = f"""
+import hotslot.ray
+from hotslot.ray import gathering, replica
+hotslot.ray.build({{"model": "tiny.gguf"}})
+{SERVER}
+"""
 
 
 def installed(extra: str) -> set[str]:
@@ -55,8 +61,10 @@ def needed(name: str, extras: set[str]) -> Iterator[Requirement]:
             yield requirement
 
 
-@pytest.mark.parametrize(("extra", "program"), [("demo", DEMO), ("server", SERVER)])
+@pytest.mark.parametrize(("extra", "program"), [("demo", DEMO), ("server", SERVER), ("ray", RAY)])
 def test_what_an_extra_installs_is_all_that_it_needs(extra: str, program: str, tmp_path: Path) -> None:
+    if extra == "ray":
+        pytest.importorskip("ray.serve", reason="the ray extra does not install for this Python, or was left out")
     save_model(tmp_path / "model")
     write_gguf(tmp_path / "tiny.gguf", tmp_path / "model")
     site = tmp_path / "site"

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 from gguf_model import write_gguf
-from serving import FLAGS, Running, save_model, served, settings, wait_for
+from serving import FLAGS, Running, save_model, served, settings, tiny_tokenizer, wait_for
 from tiny import tiny_model, write_adapter
 
 from hotslot.cli import build_parser, main

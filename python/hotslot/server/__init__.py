@@ -6,5 +6,5 @@
     sequence, sampling, text          one row: its tokens, how the next is chosen, its text
     metrics, events                   what Prometheus and the page see
 
-Nothing outside this folder imports it, and the core package works without its dependencies.
+Of what lies outside this folder only the command line and `hotslot.ray` import it; the core package works without its dependencies.
 """

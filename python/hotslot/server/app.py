@@ -10,7 +10,6 @@ import itertools
 import logging
 import re
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable
 from importlib import resources
 from typing import Any
@@ -25,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from .answers import Answer, Collected, Pieces, event
+from .body import read_body
 from .events import REQUEST_ID
 from .problems import Problem, problem_of
 from .protocol import ChatRequest, CompletionRequest, LoadRequest, UnloadRequest, check_prompt_ids, parse, prompts_of
@@ -32,8 +32,6 @@ from .sequence import Call
 from .service import Service
 
 _LOG = logging.getLogger("hotslot.server")
-_BODY_SECONDS = 30.0
-_BODY_LOOK_SECONDS = 0.5
 _PAGE_TYPES = {"index.html": "text/html; charset=utf-8", "page.js": "text/javascript", "page.css": "text/css"}
 _PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -182,37 +180,7 @@ def _page(name: str) -> Response:
 
 
 async def _body(service: Service, request: Request) -> bytes:
-    """The request's body.
-
-    Raises:
-        Problem: 413 where it is too long, 408 where it does not come.
-    """
-    limit = service.settings.max_body_bytes
-    too_long = Problem(413, f"the request is longer than {limit} bytes", code="too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length[:20]) > limit:
-        raise too_long
-    found = bytearray()
-
-    async def take() -> None:
-        async for part in request.stream():
-            found.extend(part)
-            if len(found) > limit:
-                raise too_long
-
-    taking = asyncio.ensure_future(take())
-    end = time.monotonic() + _BODY_SECONDS
-    try:
-        while not taking.done():
-            await asyncio.wait({taking}, timeout=_BODY_LOOK_SECONDS)
-            if not taking.done() and service.draining:
-                raise Problem(503, "the server is shutting down", code="draining", retry_after=5.0)
-            if not taking.done() and time.monotonic() > end:
-                raise Problem(408, f"the request did not come within {_BODY_SECONDS:g} seconds")
-    finally:
-        taking.cancel()
-    await taking
-    return bytes(found)
+    return await read_body(request, service.settings.max_body_bytes, lambda: service.draining)
 
 
 async def _tokens(service: Service, prompt: str | list[int], *, special: bool) -> list[int]:
