@@ -35,6 +35,12 @@ def tiny_model(family: str = "llama") -> torch.nn.Module:
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_COMMON, head_dim=32))
     elif family == "mistral":
         model = transformers.MistralForCausalLM(transformers.MistralConfig(**_COMMON, head_dim=16))
+    elif family == "mixtral":
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2))
+    elif family == "qwen3_moe":
+        # The second layer has no experts.
+        options: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_COMMON, **options, head_dim=32))
     else:
         raise KeyError(family)
     generator = torch.Generator().manual_seed(1)

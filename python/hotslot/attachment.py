@@ -25,6 +25,7 @@ from .sites import ModelSite, embedding_of, is_tower
 
 if TYPE_CHECKING:
     from .model import AttachedModel
+    from .ops.experts import ExpertSites
 
 _UIDS = itertools.count()
 _OWN_ATTRIBUTES = ("forward", "generate", "__deepcopy__")
@@ -93,9 +94,13 @@ class Attachment:
         model.__dict__["forward"] = CallGate(lora, model.forward, self._forwards)
 
     def groups(self) -> list[tuple[int, ...]]:
-        """The sites that a kernel serves, those together that read the same x."""
-        served = [hook for hook in self.hooks if hook.kind != "embedding"]
+        """The sites that a kernel serves, those together that read the same x; routed experts are in `experts`."""
+        served = [hook for hook in self.hooks if hook.kind not in ("embedding", "expert")]
         return list(dict.fromkeys((hook.index,) if hook.shared is None else hook.shared.indices for hook in served))
+
+    def experts(self) -> list[ExpertSites]:
+        """The sites of each module of routed experts."""
+        return [forward.sites for forward in self._forwards if isinstance(forward, ExpertsForward)]
 
     def remove(self) -> None:
         """Leave the model as it was before."""

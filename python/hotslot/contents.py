@@ -47,6 +47,7 @@ class Contents:
         experts: Modules of routed experts of which some projection is adapted.
         whole_rows: Whether something besides linear layers is adapted (embeddings, routers, experts, saved modules, token rows),
             which has no part of a row to begin at.
+        by_host: Whether the host does a part of it row by row: saved modules, token rows, and LoRA on embeddings.
         invocation_tokens: aLoRA's; empty for any other adapter.
     """
 
@@ -55,6 +56,7 @@ class Contents:
     biases: Mapping[int, torch.Tensor] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     whole_rows: bool = False
+    by_host: bool = False
     invocation_tokens: tuple[int, ...] = ()
 
 
@@ -68,7 +70,9 @@ class PoolContents:
 
     def __init__(self, weights: LoraWeights, experts: Mapping[str, Iterable[int]]) -> None:
         self._weights = weights
-        self._others = [index for index, site in enumerate(weights.sites) if site.kind in ("embedding", "router")]
+        self._embeddings, self._routers = (
+            [index for index, site in enumerate(weights.sites) if site.kind == kind] for kind in ("embedding", "router")
+        )
         self._experts = {path: tuple(sites) for path, sites in experts.items()}
         self._known: dict[int, tuple[int, Contents]] = {}
         self._mutex = threading.Lock()
@@ -110,7 +114,8 @@ class PoolContents:
             return any(weights.pair_cells(slot, site) is not None for site in sites)
 
         experts = frozenset(path for path, sites in self._experts.items() if is_adapted(sites))
-        whole_rows = bool(replacements or experts) or is_adapted(self._others)
+        by_host = bool(replacements) or is_adapted(self._embeddings)
+        whole_rows = by_host or bool(experts) or is_adapted(self._routers)
         config = weights.slots[slot].adapter_config
         invocation = () if config is None else tuple(config.alora_invocation_tokens)
-        return Contents(replacements, gains, biases, experts, whole_rows, invocation)
+        return Contents(replacements, gains, biases, experts, whole_rows, by_host, invocation)

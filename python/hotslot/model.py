@@ -139,7 +139,8 @@ def attach(
     if lora.backend is not None:
         dtypes = {parameter.dtype for found in chosen for parameter in found.module.parameters(recurse=False)}
         try:
-            lora.backend.prepare(lora._attachment.groups(), [dtype for dtype in DTYPE_CODES if dtype in dtypes])
+            found_dtypes = [dtype for dtype in DTYPE_CODES if dtype in dtypes]
+            lora.backend.prepare(lora._attachment.groups(), found_dtypes, lora._attachment.experts())
         except BaseException:
             # Without its kernels no layer may be left hooked.
             lora.detach()

@@ -12,16 +12,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from .attached import InstanceForward
 from .errors import RouteError
+from .expert_mode import AddToExperts, known_implementation
+from .expert_products import ExpertProducts
 from .hooks import SiteHook
+from .ops import DTYPE_CODES
+from .ops.experts import ExpertSites
 from .routing import current_route
 
 if TYPE_CHECKING:
     from .model import AttachedModel
+    from .ops.backend import DeviceBackend
     from .routing import Route
 
 
@@ -33,7 +39,7 @@ class RoutedForward(InstanceForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, with the adapters of the current route."""
         route = current_route(self._lora)
-        if route is None or route.plan.is_base:
+        if route is None or (route.plan.is_base and not route.is_captured):
             return self._own(*args, **kwargs)
         return self._routed(route, args, kwargs)
 
@@ -78,30 +84,86 @@ class _AddToLinear(TorchFunctionMode):
 
 
 class ExpertsForward(RoutedForward):
-    """Runs the routed experts of rows whose adapters change them: every (token, expert) pair of such a row, after the rest.
+    """Adds the adapters' part to the routed experts of rows whose adapters change them; the others keep the module's own bits.
 
-    The module's own forward serves the whole batch first, whatever implementation it has (eager, batched, grouped), so that the
-    other rows get the very bits of the unattached model; the adapted rows are then computed anew, each by itself.
+    On a GPU the host never asks which experts were chosen. Where the module's own forward is known, the part is added to its
+    products (`AddToExperts`). Any other runs as it is, for the whole batch; then all pairs are computed anew, and the tokens that
+    have adapters there are taken. On the CPU it runs too, and the adapted rows are computed anew, each by itself.
     """
 
     def __init__(self, lora: AttachedModel, module: torch.nn.Module, path: str, hooks: dict[tuple[int, str], SiteHook]) -> None:
         super().__init__(lora, module, path)
         self._hooks = hooks
+        self._unserved: set[str] = set()
+        experts = range(1 + max(expert for expert, _ in hooks))
+        first = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if (0, name) in hooks]
+        self.sites = ExpertSites(
+            tuple(tuple(hooks[expert, name].index for expert in experts) for name in first),
+            tuple(hooks[0, name].out_features if name == "up_proj" else 0 for name in first),
+            tuple(hooks[expert, "down_proj"].index for expert in experts),
+        )
 
     def _routed(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = self._own(*args, **kwargs)
         adapted = [any(self.path in route.contents[slot].experts for slot, _ in entries) for entries in route.rows]
-        if not any(adapted):
-            return out
+        if not any(adapted) and not route.is_captured:
+            return self._own(*args, **kwargs)
         x, index, weights = _expert_arguments(args, kwargs)
-        # Any expert's last projection has the width of the output.
-        self._hooks[0, "down_proj"].check(x, out, route)
+        # Any expert's last projection has the width of the input.
+        self._hooks[0, "down_proj"].check(x, x, route)
+        backend = self._lora.backend
+        if backend is not None and not self._needs_grad(x, weights):
+            # A layer that no token came to has nothing to launch.
+            return self._on_device(backend, route, args, kwargs) if index.numel() else self._own(*args, **kwargs)
+        out = self._own(*args, **kwargs)
         flat, tokens = out.reshape(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
         parts = []
         for row, begin, end in route.spans(len(flat), self.path):
             span = slice(begin, end)
             parts.append(self._row(row, route, tokens[span], index[span], weights[span]) if adapted[row] else flat[span])
         return torch.cat(parts).view(out.shape)
+
+    def _needs_grad(self, x: torch.Tensor, weights: torch.Tensor) -> bool:
+        if forward_ad._current_level >= 0:
+            return True
+        tensors = (x, weights, *self._module.parameters(recurse=False))
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+    def _on_device(self, backend: DeviceBackend, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        x, index, weights = _expert_arguments(args, kwargs)
+        tokens, index = x.reshape(-1, x.shape[-1]), index.to(torch.int64).contiguous()
+        name = known_implementation(self._module)
+        if name is not None and name not in self._unserved:
+            widths = self._hooks[0, "gate_up_proj"].out_features, self._hooks[0, "down_proj"].out_features
+            step = route.step_of(route.plan)
+            with AddToExperts(backend, self.sites, step, tokens, index, widths, is_grouped=name == "grouped_mm") as mode:
+                found: torch.Tensor = self._own(*args, **kwargs)
+            if mode.is_done:
+                return found
+            # It is another version's, or one without products of all pairs: what was added to is of no use.
+            self._unserved.add(name)
+        out = self._own(*args, **kwargs)
+        return self._anew(backend, route, out.reshape(-1, out.shape[-1]), tokens, index, weights).view(out.shape)
+
+    def _anew(
+        self, backend: DeviceBackend, route: Route, out: torch.Tensor, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`out` [n, out] with the adapted tokens computed anew: x [n, in], index and weights [n, top_k]."""
+        module: Any = self._module
+        tokens, top_k = index.shape
+        products = ExpertProducts(module, index, len(self.sites.second))
+        of_pairs = x.unsqueeze(1).expand(-1, top_k, -1).reshape(tokens * top_k, x.shape[1])
+        hidden = products.multiply("gate_up_proj", of_pairs)
+        kernels = backend.experts(self.sites, route.step_of(route.plan), tokens, top_k, DTYPE_CODES[hidden.dtype])
+        adapted = torch.empty(tokens, dtype=torch.bool, device=x.device)
+        kernels.find(index, adapted=adapted)
+        kernels.add_first(x.to(hidden.dtype).contiguous(), hidden)
+        gated = module._apply_gate(hidden)
+        product = products.multiply("down_proj", gated).to(hidden.dtype)
+        kernels.add_second(gated.to(hidden.dtype).contiguous(), product)
+        # Before it is weighed: what stands in a masked row may be no number.
+        weighed = product.float().mul_(weights.reshape(-1, 1)).masked_fill_(products.is_masked.unsqueeze(1), 0.0)
+        total = weighed.view(tokens, top_k, -1).sum(1).to(out.dtype)
+        return torch.where(adapted.unsqueeze(1), total, out)
 
     def _row(self, row: int, route: Route, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The experts' output for the tokens of one row: x [n, in], index and weights [n, top_k]."""

@@ -382,7 +382,7 @@ class StaticRoute(Route):
 
         Raises:
             RouteError: More rows than `max_tokens`, no rows, or a selector that does not resolve. On a GPU also: `starts`, or an
-                adapter that is more than pairs, gains and biases of linear layers, which no captured graph could follow.
+                adapter of embeddings or heads, or one that begins inside a row, which no captured graph could follow.
         """
         selectors = check_rows(rows)
         if len(selectors) > self.max_tokens:
@@ -424,8 +424,8 @@ class StaticRoute(Route):
             )
         for slot in slots:
             found = self.lora._contents.of(slot)
-            if found.whole_rows or found.invocation_tokens:
-                what = "is an aLoRA" if found.invocation_tokens else "adapts embeddings, heads, routers or experts"
+            if found.by_host or found.invocation_tokens:
+                what = "is an aLoRA" if found.invocation_tokens else "adapts embeddings or heads, or has modules saved whole"
                 raise RouteError(
                     f"slot {slot} given to a static route on a GPU {what}, which a captured graph cannot follow; use route(rows)",
                     slot=slot,

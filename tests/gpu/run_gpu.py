@@ -2,8 +2,8 @@
 
     python -m tests.gpu.run_gpu --prepared dist/gpu --out OUT
 
-It needs torch with CUDA, CuPy or cuda.bindings, and what `prepare_gpu` made; PEFT is measured where it is. Each part stands
-alone: one that fails is recorded, and the rest goes on. A part for which no time is left is left out and says so.
+It needs torch with CUDA, CuPy or cuda.bindings, and what `prepare_gpu` made; PEFT and Triton are measured where they are. Each part
+stands alone: one that fails is recorded, and the rest goes on. A part for which no time is left is left out and says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,9 +143,9 @@ class Sites:
 
 
 def measure(
-    launcher: Any, tokens: int, slots: int, k: int, n: int, rank: int, per_row: int = 1, *, bmm: bool = False
+    launcher: Any, tokens: int, slots: int, k: int, n: int, rank: int, per_row: int = 1, *, peers: bool = False
 ) -> dict[str, Any]:
-    """One shape: seconds of one site's shrink and expand, bytes that they must move, and torch's gather + bmm on request."""
+    """One shape: seconds of one site's shrink and expand, bytes that they must move, and of its peers on request."""
     from hotslot.ops.cuda import Launches
     from hotslot.ops.step import Step
 
@@ -167,7 +167,7 @@ def measure(
     found["rotated_bytes"] = sites.count * used * sites.pair_bytes
     found["bytes"] = used * sites.pair_bytes + 2 * tokens * (k + 2 * n)
     found["seconds"] = seconds_of(ours) / sites.count
-    if bmm:
+    if peers:
         stacked = [
             tuple(torch.stack([sites.pair(site, slot)[i] for slot in range(slots)]) for i in (0, 1)) for site in range(sites.count)
         ]
@@ -180,7 +180,29 @@ def measure(
                 rows_of_out.add_(torch.bmm(h, b.index_select(0, index).transpose(1, 2)))
 
         found["gather_bmm_seconds"] = seconds_of(gathered, 10) / sites.count
+        if per_row == 1 and importlib.util.find_spec("triton") is not None:
+            try:
+                found["triton_seconds"] = triton_seconds(stacked, x, out, index.to(torch.int32))
+            except Exception as error:  # a peer that fails loses nothing of ours
+                found["triton_error"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def triton_seconds(stacked: Sequence[tuple[torch.Tensor, ...]], x: torch.Tensor, out: torch.Tensor, index: torch.Tensor) -> float:
+    """Seconds of one site by a Triton kernel, cut in the way that is fastest for the shape; `stacked`: A and B by site."""
+    from .triton_bgmv import TritonBgmv, plans
+
+    rank, k = stacked[0][0].shape[1:]
+    best = float("inf")
+    for plan in plans(k, rank):
+        peer = TritonBgmv(len(x), k, out.shape[1], rank, plan)
+
+        def apply(peer: Any = peer) -> None:
+            for a, b in stacked:
+                peer(x, a, b, index, out)
+
+        best = min(best, seconds_of(apply, 10))
+    return best / len(stacked)
 
 
 def decode(run: Run, launcher: Any, copy: float) -> list[dict[str, Any]]:
@@ -198,7 +220,7 @@ def decode(run: Run, launcher: Any, copy: float) -> list[dict[str, Any]]:
     for tokens, slots, k, n, rank in order:
         if time.monotonic() - began > deadline:
             break
-        result = measure(launcher, tokens, slots, k, n, rank, bmm=(k, n, rank) == (4096, 4096, 16))
+        result = measure(launcher, tokens, slots, k, n, rank, peers=(k, n, rank) == (4096, 4096, 16))
         result["share_of_copy"] = result["bytes"] / result["seconds"] / copy
         result["added_limit"] = 1.3 * result["bytes"] / copy + 2 * 2e-6
         result["within_limit"] = result["seconds"] <= result["added_limit"]
@@ -211,7 +233,7 @@ def prefill(launcher: Any) -> list[dict[str, Any]]:
     found = []
     for rows, per_row in ((1, 512), (1, 4096), (8, 512), (4, 4096)):
         for rank in (16, 64):
-            result = measure(launcher, rows * per_row, 8, 4096, 4096, rank, per_row, bmm=True)
+            result = measure(launcher, rows * per_row, 8, 4096, 4096, rank, per_row, peers=True)
             result["operations_per_second"] = 2 * rows * per_row * rank * 8192 / result["seconds"]
             found.append(result)
     return found
@@ -258,9 +280,9 @@ class Model(torch.nn.Module):
         return x
 
 
-def on_device(layers: int, hidden: int, wide: int) -> Model:
+def on_device(layers: int, hidden: int, wide: int, device: str = "cuda") -> Model:
     """A model in bfloat16 that was made where it runs: billions of random numbers take the CPU many seconds."""
-    with torch.device("cuda"):
+    with torch.device(device):
         return Model(layers, hidden, wide).bfloat16()
 
 
@@ -293,7 +315,7 @@ def attached(model: Model, ranks: list[int], max_loras: int) -> Iterator[Any]:
 class CapturedModel:
     """A decode step of a model under a static route, as a graph."""
 
-    def __init__(self, model: Model, route: Any, rows: int, hidden: int) -> None:
+    def __init__(self, model: torch.nn.Module, route: Any, rows: int, hidden: int) -> None:
         from hotslot._core import Capture
 
         self.x = torch.randn(rows, 1, hidden, device="cuda", dtype=next(model.parameters()).dtype)
@@ -317,17 +339,45 @@ class CapturedModel:
         return self.out.clone()
 
 
-def graphs() -> dict[str, bool]:
+class Place:
+    """Where the checks run: on the device of CUDA; the tests put the emulator in its stead."""
+
+    device = "cuda"
+    captured = CapturedModel
+
+    def attached(self, lora: Any) -> None:
+        """Called with each attached model."""
+
+    def waits_for_nothing(self, function: Callable[[], Any]) -> bool:
+        """Whether a call makes the host wait for the device nowhere, as torch sees it."""
+        function()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            function()
+        except RuntimeError as error:
+            print(f"a wait: {error}", file=sys.stderr)
+            return False
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return True
+
+
+CUDA = Place()
+
+
+def graphs(place: Place = CUDA, hidden: int = 512) -> dict[str, bool]:
     """Capture once, then swap, promote and set other rows: right rows change, others keep their bits."""
     import hotslot
 
     torch.manual_seed(0)
-    model = on_device(3, 512, 1024)
+    model = on_device(3, hidden, 2 * hidden, place.device)
     checks: dict[str, bool] = {}
     with attached(model, [8, 16], 4) as lora, torch.no_grad():
+        place.attached(lora)
         route = lora.static_route(4)
         route.set([hotslot.BASE] * 4)
-        captured = CapturedModel(model, route, 4, 512)
+        captured = place.captured(model, route, 4, hidden)
         base = captured.replay()
         checks["a captured base step is the model's own"] = torch.equal(base, model(captured.x))
         route.set(["0", "1", hotslot.BASE, "0"])
@@ -355,11 +405,279 @@ def graphs() -> dict[str, bool]:
             swapped[1], late[1]
         )
         route.close()
-        prompt = torch.randn(2, 70, 512, device="cuda", dtype=torch.bfloat16)
+        prompt = torch.randn(2, 70, hidden, device=place.device, dtype=torch.bfloat16)
         with lora.route(["0", "1"]):
             both = model(prompt)
         checks["a prompt is served"] = bool(torch.isfinite(both).all()) and not torch.equal(both, model(prompt))
     return checks
+
+
+class Router(torch.nn.Module):
+    """A router as transformers has them."""
+
+    def __init__(self, hidden: int, experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = torch.nn.Parameter(torch.randn(experts, hidden) * hidden**-0.5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(chosen experts, their weights) of each token."""
+        logits = torch.nn.functional.linear(x, self.weight)
+        weights, index = torch.topk(torch.softmax(logits.float(), -1), self.top_k)
+        return index, weights / weights.sum(-1, keepdim=True)
+
+
+class Experts(torch.nn.Module):
+    """Routed experts with the attributes of transformers' classes, by gathered weights: without a read by the host."""
+
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+
+    def __init__(self, hidden: int, wide: int, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(experts, 2 * wide, hidden) * hidden**-0.5)
+        self.down_proj = torch.nn.Parameter(torch.randn(experts, hidden, wide) * wide**-0.5)
+
+    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The experts' output for x [tokens, hidden], index and weights [tokens, top_k]."""
+        chosen = index.reshape(-1)
+        pairs = x.repeat_interleave(index.shape[1], 0).unsqueeze(-1)
+        gated = self._apply_gate(torch.bmm(self.gate_up_proj[chosen], pairs).squeeze(-1))
+        product = torch.bmm(self.down_proj[chosen], gated.unsqueeze(-1)).squeeze(-1)
+        return (product * weights.reshape(-1, 1)).view(*index.shape, -1).sum(1).to(x.dtype)
+
+
+def mixtral_experts(implementation: str) -> Callable[[int, int, int], torch.nn.Module]:
+    """Makes transformers' experts with one of its implementations."""
+
+    def make(hidden: int, wide: int, experts: int) -> torch.nn.Module:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+        config = MixtralConfig(hidden_size=hidden, intermediate_size=wide, num_local_experts=experts)
+        config._experts_implementation = implementation
+        module: torch.nn.Module = MixtralExperts(config)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        return module
+
+    return make
+
+
+def kinds_of_experts(device: str, *, captured: bool) -> dict[str, Callable[[int, int, int], torch.nn.Module]]:
+    """The script's own experts, and transformers' where it is; of `captured` ones those that need no host."""
+    kinds: dict[str, Callable[[int, int, int], torch.nn.Module]] = {"own": Experts}
+    if importlib.util.find_spec("transformers") is not None:
+        # Elsewhere torch asks where groups end.
+        is_grouped = not captured or device == "cpu" or torch.cuda.get_device_capability() in ((9, 0), (10, 0), (10, 3))
+        names = ["batched_mm", "grouped_mm"] if is_grouped else ["batched_mm"]
+        kinds |= {name: mixtral_experts(name) for name in names}
+    return kinds
+
+
+class MixtureModel(torch.nn.Module):
+    """Layers of a router and experts, one after the other."""
+
+    def __init__(
+        self,
+        layers: int,
+        hidden: int,
+        wide: int,
+        experts: int,
+        top_k: int,
+        make: Callable[[int, int, int], torch.nn.Module] = Experts,
+    ) -> None:
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList()
+        for _ in range(layers):
+            layer, layer.mlp = (torch.nn.Module() for _ in range(2))
+            layer.mlp.gate, layer.mlp.experts = Router(hidden, experts, top_k), make(hidden, wide, experts)
+            layer.mlp.shared = torch.nn.Linear(hidden, hidden, bias=False)
+            self.model.layers.append(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One step of each row [rows, 1, hidden]."""
+        for layer in self.model.layers:  # type: ignore[union-attr]
+            mlp: Any = layer.mlp
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:])
+            flat = y.reshape(-1, y.shape[-1])
+            x = x + mlp.shared(y) + mlp.experts(flat, *mlp.gate(flat)).view(x.shape)
+        return x
+
+
+def expert_adapter(model: MixtureModel, seed: int, rank: int, *, with_experts: bool = True) -> tuple[dict[str, Any], Any]:
+    """An adapter on the layers beside the experts, and on all projections of each expert but the first, in memory."""
+    import hotslot
+
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+
+    def add(path: str, out_features: int, in_features: int) -> None:
+        tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(rank, in_features, generator=generator) * in_features**-0.5
+        tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(out_features, rank, generator=generator) * 0.2
+
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            add(path, *module.weight.shape)
+        if path.endswith("mlp.experts") and with_experts:
+            experts, hidden, wide = module.down_proj.shape  # type: ignore[union-attr,misc]
+            for expert in range(1, experts):
+                for name, shape in (("gate_proj", (wide, hidden)), ("up_proj", (wide, hidden)), ("down_proj", (hidden, wide))):
+                    add(f"{path}.{expert}.{name}", *shape)
+    # Values that bfloat16 holds, so that a pool of it rounds none.
+    return {name: found.bfloat16().float() for name, found in tensors.items()}, hotslot.PeftAdapterConfig(
+        r=rank, lora_alpha=2 * rank
+    )
+
+
+def experts_in_float64(
+    module: Any, path: str, tensors: dict[str, torch.Tensor], x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What one adapter makes of some tokens, from merged weights."""
+    merged = {}
+    for expert in range(module.num_experts):
+        gate, up = module.gate_up_proj[expert].detach().double().chunk(2)
+        found = {"gate_proj": gate, "up_proj": up, "down_proj": module.down_proj[expert].detach().double()}
+        for name in found:
+            key = f"base_model.model.{path}.{expert}.{name}.lora_"
+            if f"{key}A.weight" in tensors:
+                a, b = (tensors[f"{key}{half}.weight"].to(x.device).double() for half in "AB")
+                found[name] = found[name] + 2.0 * b @ a
+        merged[expert] = found
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for token, choices in enumerate(index.tolist()):
+        for choice, expert in enumerate(choices):
+            it, one = merged[expert], x[token].double()
+            hidden = torch.nn.functional.silu(it["gate_proj"] @ one) * (it["up_proj"] @ one)
+            total[token] += weights[token, choice].double() * (it["down_proj"] @ hidden)
+    return total
+
+
+def attach_experts(model: MixtureModel, adapters: dict[str, Any], pool_dtype: str) -> Any:
+    """The model with room for one more such adapter."""
+    import hotslot
+
+    room = 2 * sum(tensor.nbytes for tensor in adapters["0"][0].values())
+    return hotslot.attach(
+        model, adapters, max_loras=4, max_rank=16, pool_dtype=pool_dtype, experts=True, extras_bytes=room, sites="all-linear"
+    )
+
+
+def expert_values(dtype: torch.dtype, kind: str = "own", place: Place = CUDA) -> dict[str, bool]:
+    """One module of experts against float64: rows with adapters, rows without, one token a row and several."""
+    import hotslot
+
+    make = kinds_of_experts(place.device, captured=False)[kind]
+
+    torch.manual_seed(0)
+    device = place.device
+    with torch.device(device):
+        model = MixtureModel(1, 64, 48, 8, 2, make).to(dtype)
+    path, module = "model.layers.0.mlp.experts", model.model.layers[0].mlp.experts  # type: ignore[union-attr,index]
+    adapters = {str(seed): expert_adapter(model, seed, 8, with_experts=seed < 2) for seed in range(3)}
+    lora = attach_experts(model, adapters, "float32" if dtype is torch.float32 else "bfloat16")
+    place.attached(lora)
+    bound, checks = 2e-5 if dtype is torch.float32 else 3e-2, {}
+    rows = ["0", hotslot.BASE, "1", "2", "0"]
+    with torch.no_grad():
+        for per_row in (1, 3, 40):
+            x = torch.randn(len(rows) * per_row, 64, device=device, dtype=dtype)
+            index = torch.randint(0, 8, (len(x), 2), device=device)
+            weights = torch.rand(len(x), 2, device=device)
+            own = module(x, index, weights)
+            with lora.route(rows):
+                found = module(x, index, weights)
+            for row, name in enumerate(rows):
+                span = slice(row * per_row, (row + 1) * per_row)
+                what = f"{kind}, {dtype}, {per_row} tokens: row {row}"
+                if name in (hotslot.BASE, "2"):
+                    checks[f"{what} keeps the module's own bits"] = torch.equal(found[span], own[span])
+                    continue
+                expected = experts_in_float64(module, path, adapters[name][0], x[span], index[span], weights[span])
+                error = (found[span].double() - expected).abs().max() / expected.abs().max()
+                checks[f"{what} is within {bound:g}"] = bool(error <= bound)
+    lora.detach()
+    return checks
+
+
+def experts(place: Place = CUDA) -> dict[str, bool]:
+    """Routers and routed experts on the device: values, no wait by the host, and one graph across swaps."""
+    checks: dict[str, bool] = {}
+    for kind in kinds_of_experts(place.device, captured=False):
+        for dtype in (torch.float32, torch.bfloat16):
+            checks |= expert_values(dtype, kind, place)
+    for kind, make in kinds_of_experts(place.device, captured=True).items():
+        found = captured_experts(make, place)
+        checks |= {f"{kind} experts: {name}": ok for name, ok in found.items()}
+    return checks
+
+
+def captured_experts(make: Callable[[int, int, int], torch.nn.Module], place: Place) -> dict[str, bool]:
+    """A graph of two layers of experts across swaps."""
+    import hotslot
+
+    checks: dict[str, bool] = {}
+    torch.manual_seed(0)
+    with torch.device(place.device):
+        model = MixtureModel(2, 256, 128, 16, 4, make).bfloat16()
+    adapters = {str(seed): expert_adapter(model, seed, 8, with_experts=seed < 1) for seed in range(2)}
+    lora = attach_experts(model, adapters, "bfloat16")
+    place.attached(lora)
+    rows: list[Any] = ["0", "1", hotslot.BASE, "0"]
+    with torch.no_grad():
+        route = lora.static_route(4)
+        route.set([hotslot.BASE] * 4)
+        captured = place.captured(model, route, 4, 256)
+        base = captured.replay()
+        checks["a captured base step is the model's own"] = torch.equal(base, model(captured.x))
+
+        def serves(rows: list[Any], what: str) -> torch.Tensor:
+            route.set(rows)
+            replayed = captured.replay()
+            with lora.route(rows):
+                checks[f"a replay has the bits of an eager call, {what}"] = torch.equal(replayed, model(captured.x))
+            return replayed
+
+        mixed = serves(rows, "first rows")
+        changed = [not torch.equal(mixed[row], base[row]) for row in range(4)]
+        checks["rows with adapters changed, the base row did not"] = changed == [True, True, False, True]
+        with lora.route(rows):
+            checks["an eager step waits for nothing"] = place.waits_for_nothing(lambda: model(captured.x))
+        lora.load(expert_adapter(model, 9, 8), "late")
+        with_experts = serves(["0", "late", hotslot.BASE, "0"], "an adapter with experts")
+        lora.replace("late", expert_adapter(model, 9, 8, with_experts=False))
+        without = serves(["0", "late", hotslot.BASE, "0"], "the same name without experts")
+        for found in (with_experts, without):
+            kept = torch.equal(found[[0, 2, 3]], mixed[[0, 2, 3]])
+            checks["a swap changes its row alone"] = checks.get("a swap changes its row alone", True) and kept
+        checks["the row that was swapped changed"] = not torch.equal(with_experts[1], without[1])
+        route.close()
+    lora.detach()
+    return checks
+
+
+def experts_overhead() -> list[dict[str, Any]]:
+    """What adapters of all experts add to a captured decode step of four layers, each 64 experts of which a token takes 8."""
+    torch.manual_seed(0)
+    kinds = kinds_of_experts("cuda", captured=True)
+    with torch.device("cuda"):
+        model = MixtureModel(4, 2048, 1024, 64, 8, list(kinds.values())[-1]).bfloat16()
+    lora = attach_experts(model, {str(seed): expert_adapter(model, seed, 16) for seed in range(2)}, "bfloat16")
+    found = []
+    for rows in (1, 8, 64):
+        plain = CapturedModel(model, None, rows, 2048)
+        route = lora.static_route(rows)
+        route.set([str(row % 2) for row in range(rows)])
+        captured = CapturedModel(model, route, rows, 2048)
+        before, after = (seconds_of_calls(it.graph.replay, 30) for it in (plain, captured))
+        found.append({"experts": list(kinds)[-1], "rows": rows, "base_seconds": before, "with_adapters_seconds": after})
+        route.close()
+    lora.detach()
+    return found
 
 
 def step_overhead(copy: float) -> list[dict[str, Any]]:
@@ -467,16 +785,16 @@ def table(found: dict[str, Any]) -> str:
             equal = sum(case["differ_from_emulator"] == 0 for case in cases)
             lines.append(f"| {kind} | {len(cases)} | {equal} | {max(case['share_of_bound'] for case in cases):.2f} |")
         lines.append("")
-    for name, ok in found["parts"].get("graphs", {}).items():
+    for name, ok in [*found["parts"].get("graphs", {}).items(), *found["parts"].get("experts", {}).items()]:
         lines.append(f"- {'yes' if ok else '**no**'}: {name}")
     if "decode" in found["parts"]:
         lines += [
             "",
-            "| T | slots | K | N | r | us | of copy | gather + bmm us |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+            "| T | slots | K | N | r | us | of copy | gather + bmm us | Triton us |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for row in found["parts"]["decode"]:
-            peer = f"{row['gather_bmm_seconds'] * 1e6:.1f}" if "gather_bmm_seconds" in row else ""
+            peers = [f"{row[key] * 1e6:.1f}" if key in row else "" for key in ("gather_bmm_seconds", "triton_seconds")]
             cells = (
                 row["tokens"],
                 row["slots"],
@@ -486,7 +804,7 @@ def table(found: dict[str, Any]) -> str:
                 f"{row['seconds'] * 1e6:.1f}",
                 f"{row['share_of_copy']:.0%}",
             )
-            lines.append(f"| {' | '.join(map(str, cells))} | {peer} |")
+            lines.append(f"| {' | '.join(map(str, (*cells, *peers)))} |")
     if "step" in found["parts"]:
         lines += ["", "| rows | r | base step us | with adapters us | limit us |", "| --- | --- | --- | --- | --- |"]
         for row in found["parts"]["step"]:
@@ -494,7 +812,7 @@ def table(found: dict[str, Any]) -> str:
             lines.append(
                 f"| {row['rows']} | {row['rank']} | {base:.0f} | {with_adapters:.0f} | {base + row['added_limit'] * 1e6:.0f} |"
             )
-    for name in ("prefill", "promotion", "peft"):
+    for name in ("experts_step", "prefill", "promotion", "peft"):
         if name in found["parts"]:
             lines += ["", f"{name}:", "", "```json", json.dumps(found["parts"][name], indent=1), "```"]
     for name, text in found["failed"].items():
@@ -522,7 +840,9 @@ def main() -> int:
     copy = copy_bandwidth()
     run.part("bits", lambda: compare(given.prepared / "golden.npz", launcher), 10)
     run.part("graphs", graphs, 20)
+    run.part("experts", experts, 20)
     run.part("step", lambda: step_overhead(copy), 60)
+    run.part("experts_step", experts_overhead, 30)
     run.part("promotion", promotion, 40)
     run.part("prefill", lambda: prefill(launcher), 30)
     if importlib.util.find_spec("peft") is not None:
@@ -540,7 +860,7 @@ def main() -> int:
     (given.out / "gpu.md").write_text(table(found))
     print(table(found))
     wrong = [case for case in run.found.get("bits", []) if not case["passed"]] + [
-        name for name, ok in run.found.get("graphs", {}).items() if not ok
+        name for part in ("graphs", "experts") for name, ok in run.found.get(part, {}).items() if not ok
     ]
     return 1 if wrong or run.failed else 0
 

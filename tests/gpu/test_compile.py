@@ -29,6 +29,7 @@ CEILING = {
     "hotslot_expand_tiles": 170,
     "hotslot_shrink_groups": 170,
     "hotslot_expand_groups": 170,
+    "hotslot_pairs": 64,
 }
 WIDE_CEILING = {
     "hotslot_shrink": 128,
@@ -37,6 +38,7 @@ WIDE_CEILING = {
     "hotslot_expand_tiles": 255,
     "hotslot_shrink_groups": 170,
     "hotslot_expand_groups": 255,
+    "hotslot_pairs": 64,
 }
 # An instruction of nvdisasm's listing, after its address and predicate.
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", re.MULTILINE)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from hotslot.ops import cubins, cuda
 
 from . import golden, run_gpu
 from .emulated import EmulatedLauncher
+from .recorded import HostReadError, Recorded, no_host_reads
+from .test_attached import Device
 
 
 def test_the_emulator_reproduces_its_own_results_and_a_wrong_one_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +46,66 @@ def test_the_scripts_model_takes_the_scripts_adapters() -> None:
                 found = model(x)
             assert len(lora.reports) == 3
     assert torch.equal(found[1], base[1]) and not torch.equal(found[0], base[0]) and not torch.equal(found[2], base[2])
+
+
+class RecordedModel:
+    """`CapturedModel` without a device."""
+
+    def __init__(self, model: torch.nn.Module, route: Any, rows: int, hidden: int) -> None:
+        self.x = torch.randn(rows, 1, hidden, dtype=next(model.parameters()).dtype)
+        with torch.no_grad(), route:
+            model(self.x)
+            self._graph = Recorded(lambda: model(self.x))
+
+    def replay(self) -> torch.Tensor:
+        found: torch.Tensor = self._graph.replay()
+        return found.clone()
+
+
+class Emulator(run_gpu.Place):
+    """The emulator in place of a device."""
+
+    device = "cpu"
+    captured = RecordedModel  # type: ignore[assignment]
+
+    def attached(self, lora: Any) -> None:
+        Device(lora)
+
+    def waits_for_nothing(self, function: Any) -> bool:
+        try:
+            with no_host_reads():
+                function()
+        except HostReadError:
+            return False
+        return True
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
+    monkeypatch.setattr(cuda, "cubin", lambda architecture, x, w: Path(cubins._name(architecture, x, w)))
+    return Emulator()
+
+
+def test_the_scripts_checks_pass_on_the_emulator(emulator: Emulator) -> None:
+    for checks, count in ((run_gpu.graphs(emulator, 64), 8), (run_gpu.experts(emulator), 3 * 2 * 15 + 3 * 8)):
+        assert len(checks) == count and [name for name, ok in checks.items() if not ok] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_script_notices_kernels_that_add_nothing(
+    dtype: torch.dtype, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotslot.ops.experts.ExpertLaunches.add_second", lambda *_: None)
+    wrong = [name for name, ok in run_gpu.expert_values(dtype, place=emulator).items() if not ok]
+    assert len(wrong) == 9 and all(" is within " in name for name in wrong)
+
+
+def test_the_scripts_experts_need_no_host_themselves() -> None:
+    """A graph of them could not be captured otherwise."""
+    model = run_gpu.MixtureModel(1, 32, 16, 4, 2)
+    x = torch.randn(3, 1, 32)
+    with torch.no_grad(), no_host_reads():
+        assert model(x).shape == x.shape
 
 
 def test_without_a_device_the_script_says_so(tmp_path: Path, repo: Path) -> None:
@@ -74,7 +137,19 @@ def test_the_table_shows_what_was_found() -> None:
                 {"kernels": "SGMV", "differ_from_emulator": 9, "share_of_bound": 0.75},
             ],
             "graphs": {"a replay is right": True, "another is": False},
-            "decode": [{"tokens": 1, "slots": 1, "k": 64, "n": 32, "rank": 8, "seconds": 2e-6, "share_of_copy": 0.81}],
+            "experts": {"experts: a step": True},
+            "decode": [
+                {
+                    "tokens": 1,
+                    "slots": 1,
+                    "k": 64,
+                    "n": 32,
+                    "rank": 8,
+                    "seconds": 2e-6,
+                    "share_of_copy": 0.81,
+                    "triton_seconds": 3e-6,
+                }
+            ],
             "step": [{"rows": 1, "rank": 16, "base_seconds": 1e-3, "with_adapters_seconds": 1.1e-3, "added_limit": 2e-4}],
             "promotion": {"bytes": 5},
         },
@@ -83,7 +158,8 @@ def test_the_table_shows_what_was_found() -> None:
     for shown in (
         "| BGMV | 1 | 1 | 0.50 |",
         "- **no**: another is",
-        "| 1 | 1 | 64 | 32 | 8 | 2.0 | 81% |",
+        "| 1 | 1 | 64 | 32 | 8 | 2.0 | 81% |  | 3.0 |",
+        "- yes: experts: a step",
         "| 1 | 16 | 1000 | 1100 | 1200 |",
     ):
         assert shown in text

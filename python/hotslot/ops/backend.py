@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..errors import DeviceError
 from . import DTYPE_CODES
 from .cuda import CudaKernels, Group, Launches, SiteTables
+from .experts import ExpertGroups, ExpertLaunches, ExpertSites
 from .reference import pool_dtype
 from .step import Entries, Step
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from .._core import LoraWeights
-    from .launcher import Launcher
+    from .launcher import Buffer, Launcher
 
 _FEWEST_ROWS = 8
 
@@ -43,11 +44,17 @@ class DeviceBackend:
         self.stream, self.is_capturing = stream, is_capturing
         self._launcher, self._weights = launcher, weights
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._experts: dict[ExpertSites, ExpertGroups] = {}
         self._free: dict[tuple[int, int, int], list[Step]] = {}
         self._mutex = threading.Lock()
 
-    def prepare(self, groups: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
+    def prepare(self, groups: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], experts: Sequence[ExpertSites] = ()) -> None:
         """Put the tables of these sites, together and each alone, on the device, and load the kernels for these activations.
+
+        Args:
+            groups: Sites that read the same x.
+            dtypes: Of the activations that are expected.
+            experts: Modules of routed experts, whose sites are in no group.
 
         Raises:
             KernelCompileError: The kernels cannot be compiled.
@@ -58,30 +65,43 @@ class DeviceBackend:
             self.group(tuple(sites))
             for site in sites:
                 self.group((site,))
+        for module in experts:
+            self.expert_groups(module)
 
     def group(self, sites: tuple[int, ...]) -> Group:
         """Sites that read the same x, as one launch shrinks them."""
         group = self._groups.get(sites)
         if group is None:
             self._refuse_capture("a group of sites")
-            tables, known = self._weights.tables, self._weights.sites
-            members = [
-                [
-                    SiteTables(
-                        tables.a_table(site),
-                        tables.b_table(site),
-                        tables.gain_table(site),
-                        tables.bias_table(site),
-                        tables.site_scales(site),
-                        tables.site_ranks(site),
-                    )
-                ]
-                for site in sites
-            ]
+            known = self._weights.sites
+            members = [[self._tables_of(site)] for site in sites]
             group = Group(self.kernels, members, known[sites[0]].in_features, [known[site].out_features for site in sites])
             # Two threads may both have made it; one of them stays.
             group = self._groups.setdefault(sites, group)
         return group
+
+    def expert_groups(self, sites: ExpertSites) -> ExpertGroups:
+        """The experts of one module, as their launches read them."""
+        groups = self._experts.get(sites)
+        if groups is None:
+            self._refuse_capture("the tables of routed experts")
+            first, second = (
+                [[self._tables_of(site) for site in member] for member in members] for members in (sites.first, (sites.second,))
+            )
+            known = self._weights.sites
+            widths, down = [known[member[0]].out_features for member in sites.first], known[sites.second[0]]
+            groups = ExpertGroups(
+                Group(self.kernels, first, known[sites.first[0][0]].in_features, widths, max(widths)),
+                Group(self.kernels, second, down.in_features, [down.out_features]),
+                sites.offsets,
+            )
+            groups = self._experts.setdefault(sites, groups)
+        return groups
+
+    def _tables_of(self, site: int) -> SiteTables:
+        tables = self._weights.tables
+        cells = (tables.a_table(site), tables.b_table(site), tables.gain_table(site), tables.bias_table(site))
+        return SiteTables(*cells, tables.site_scales(site), tables.site_ranks(site))
 
     def take(self, rows: Entries, *, max_rows: int = 0, max_entries: int = 0) -> Step:
         """A step that holds `rows`, on the current stream; `give_back` returns it.
@@ -154,6 +174,27 @@ class DeviceBackend:
         launches.shrink(x_address, stream)
         launches.expand(0, out_address, stream)
 
+    def experts(self, sites: ExpertSites, step: Step, tokens: int, top_k: int, code: int) -> BoundExperts:
+        """The launches for one call of a module of routed experts, on the current stream.
+
+        Raises:
+            DeviceError: It would have to allocate, and a graph is being captured.
+        """
+        stream = self.stream()
+        self._on_stream(step, stream)
+        space = step.space(threading.get_ident(), _Space)
+        space.holder = None
+        return BoundExperts(space.experts_of(self, sites, step, tokens, top_k, code), stream)
+
+    def allocate(self, nbytes: int, what: str) -> Buffer:
+        """Memory on the device.
+
+        Raises:
+            DeviceError: There is no room, or a graph is being captured.
+        """
+        self._refuse_capture(what)
+        return self._launcher.allocate(nbytes)
+
     def _step(self, max_rows: int, entries: int, max_tokens: int) -> Step:
         with self._mutex:
             free = self._free.get((max_rows, entries, max_tokens))
@@ -188,6 +229,8 @@ class _Space:
         self.key = (0, 0)  # version of x, stamp of the step
         self.served: set[int] = set()
         self._launches: dict[tuple[tuple[int, ...], int, int, int], Launches] = {}
+        self._experts: dict[tuple[ExpertSites, int, int, int, int], ExpertLaunches] = {}
+        self._pairs: list[Buffer] = []  # what was handed out before may be in a graph
 
     def launches_of(self, backend: DeviceBackend, sites: tuple[int, ...], step: Step, tokens: int, code: int) -> Launches:
         """Made once for each group, number of tokens and of rows, and element type."""
@@ -199,6 +242,51 @@ class _Space:
                 backend._refuse_capture("room for h")
             found = self._launches[key] = Launches(group, step, tokens, code)
         return found
+
+    def experts_of(
+        self, backend: DeviceBackend, sites: ExpertSites, step: Step, tokens: int, top_k: int, code: int
+    ) -> ExpertLaunches:
+        """As `launches_of`, for a module of routed experts."""
+        key = (sites, tokens, top_k, 0 if step.is_packed else step.tokens_per_row(tokens), code)
+        found = self._experts.get(key)
+        if found is None:
+            groups, pairs = backend.expert_groups(sites), tokens * top_k
+            if not step.has_room(threading.get_ident(), groups.bytes_of_h(pairs, step.num_entries)):
+                backend._refuse_capture("room for h")
+                step.room(groups.bytes_of_h(pairs, step.num_entries))
+            if not self._pairs or self._pairs[-1].nbytes < 12 * pairs:
+                self._pairs.append(backend.allocate(max(256, 1 << (12 * pairs - 1).bit_length()), "room for pairs"))
+            found = self._experts[key] = ExpertLaunches(groups, step, tokens, top_k, code, self._pairs[-1].address)
+        return found
+
+
+class BoundExperts:
+    """The launches of one call of routed experts, on the stream that was current when it began."""
+
+    def __init__(self, launches: ExpertLaunches, stream: int) -> None:
+        self._launches, self._stream = launches, stream
+
+    def find(self, index: torch.Tensor, places: torch.Tensor | None = None, adapted: torch.Tensor | None = None) -> None:
+        """Find the pairs of the chosen experts `index` [tokens, top_k] int64.
+
+        Args:
+            index: The choices.
+            places: The row of each pair [tokens * top_k] int64 in what is of pairs; None: in the order of `index`.
+            adapted: Filled with whether a token [tokens] bool has adapters at its experts.
+        """
+        to, of_tokens = (0 if tensor is None else tensor.data_ptr() for tensor in (places, adapted))
+        self._launches.find(index.data_ptr(), to, of_tokens, self._stream)
+
+    def add_first(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the adapters' part to the first product `out` [pairs, width] of `x` [tokens, in], in place.
+
+        Both are contiguous and of the dtype that the launches are for.
+        """
+        self._launches.add_first(x.data_ptr(), out.data_ptr(), self._stream)
+
+    def add_second(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the adapters' part to the second product `out` [pairs, out] of `x` [pairs, width], in place."""
+        self._launches.add_second(x.data_ptr(), out.data_ptr(), self._stream)
 
 
 def open_backend(launcher: Launcher, weights: LoraWeights) -> DeviceBackend:

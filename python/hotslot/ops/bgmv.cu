@@ -6,6 +6,7 @@
 //   hotslot_shrink, hotslot_expand               BGMV: a token (or a token's expert) a block; decode
 //   hotslot_shrink_groups, hotslot_expand_groups the same for up to four tokens that share their adapters: their weights are read once
 //   hotslot_shrink_tiles, hotslot_expand_tiles   SGMV: 64 consecutive tokens of one row a block, on tensor cores; prefill
+//   hotslot_pairs                                what BGMV needs to serve the (token, expert) pairs of routed experts
 //
 // What an adapter is (addresses, scale, rank) is read from the tables when a kernel runs, so a captured graph serves whatever is
 // loaded later. Which adapters a row has is read from `slots` and `weights` [rows, entries], which are filled once per step.
@@ -606,6 +607,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, EXPAND_GROUPS_BLOCKS)
     __shared__ float sums[GROUP][MAX_COLUMNS];
     expand<GROUP>(h, h_stride, splits, sites, 1, slots, weights, num_entries, num_slots, groups, owners, nullptr, tokens_per_row,
                   num_items, out, out_stride, out_features, columns, ranks, sums);
+}
+
+// ---- routed experts -----------------------------------------------------------------------------------------------------------
+
+// For the pair of token t and its choice c, as hotslot_shrink and hotslot_expand take it; p is places[t * top_k + c], or t * top_k + c:
+//
+//   x_rows[p] = t    experts[p] = index[t, c], or -1 if there is no such expert (masked)    owners[p] = row(t) if t is adapted, else -1
+//   adapted[t] = whether one of the row's slots has a pair at one of the token's experts: 1 or 0; not written if null
+//
+// `index` [tokens, top_k]; `places` [tokens * top_k], or null. `first` [experts, first_members] and `second` [experts, second_members] are the sites of the experts'
+// projections. `rows` [tokens]: each token's row of `slots`, or -1 for none; null: token / tokens_per_row.
+// grid (ceil(tokens / 4)), 128 threads: a warp has a token, a lane every 32nd of its cells.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    hotslot_pairs(const i64* __restrict__ index, int top_k, int num_tokens, const Site* __restrict__ first, int first_members,
+                  const Site* __restrict__ second, int second_members, int num_experts, const int* __restrict__ slots, int num_entries,
+                  int num_slots, const int* __restrict__ rows, int tokens_per_row, const i64* __restrict__ places,
+                  int* __restrict__ x_rows, int* __restrict__ owners, int* __restrict__ experts, unsigned char* __restrict__ adapted) {
+    const int lane = static_cast<int>(threadIdx.x) & 31, warp = static_cast<int>(threadIdx.x) >> 5;
+    const int token = static_cast<int>(blockIdx.x) * WARPS + warp;
+    // The same for the whole warp.
+    if (token >= num_tokens) return;
+    const int row = rows != nullptr ? __ldg(rows + token) : token / tokens_per_row;
+    const i64* chosen = index + static_cast<i64>(token) * top_k;
+    const int members = first_members + second_members, cells = row < 0 ? 0 : top_k * num_entries * members;
+    int is_adapted = 0;
+    for (int cell = lane; cell < cells; cell += 32) {
+        const int of_entries = cell / members, member = cell - of_entries * members;
+        const int choice = of_entries / num_entries, entry = of_entries - choice * num_entries;
+        const i64 expert = __ldg(chosen + choice);
+        const int slot = __ldg(slots + static_cast<i64>(row) * num_entries + entry);
+        if (static_cast<u64>(expert) >= static_cast<u64>(num_experts) || static_cast<u32>(slot) >= static_cast<u32>(num_slots)) continue;
+        const Site* site =
+            member < first_members ? first + expert * first_members + member : second + expert * second_members + member - first_members;
+        is_adapted |= address_at(__ldg(&site->a), slot) != 0 && address_at(__ldg(&site->b), slot) != 0;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) is_adapted |= __shfl_xor_sync(0xffffffffu, is_adapted, distance);
+    for (int choice = lane; choice < top_k; choice += 32) {
+        const i64 expert = __ldg(chosen + choice), natural = static_cast<i64>(token) * top_k + choice;
+        const i64 pair = places != nullptr ? __ldg(places + natural) : natural;
+        x_rows[pair] = token;
+        experts[pair] = static_cast<u64>(expert) < static_cast<u64>(num_experts) ? static_cast<int>(expert) : -1;
+        owners[pair] = is_adapted ? row : -1;
+    }
+    if (lane == 0 && adapted != nullptr) adapted[token] = static_cast<unsigned char>(is_adapted);
 }
 
 // ---- SGMV -------------------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class CudaKernels:
     def names(self) -> list[str]:
         """The kernels of a module."""
         kinds = ("", "_groups", "_tiles") if self.has_tiles else ("", "_groups")
-        return [f"hotslot_{step}{kind}" for kind in kinds for step in ("shrink", "expand")]
+        return [*(f"hotslot_{step}{kind}" for kind in kinds for step in ("shrink", "expand")), "hotslot_pairs"]
 
     def warm(self, *codes: int) -> None:
         """Compile and load what activations of these element types need; a module cannot be loaded while a graph is captured.
@@ -125,13 +125,20 @@ class Group:
         members: The sites of each member: one, or as many as there are experts.
         in_features: K, of all sites.
         out_features: N, of each member.
+        out_stride: Elements from one row of a member's out to the next; 0: its own N.
     """
 
     def __init__(
-        self, kernels: CudaKernels, members: Sequence[Sequence[SiteTables]], in_features: int, out_features: Sequence[int]
+        self,
+        kernels: CudaKernels,
+        members: Sequence[Sequence[SiteTables]],
+        in_features: int,
+        out_features: Sequence[int],
+        out_stride: int = 0,
     ) -> None:
         self.kernels = kernels
         self.in_features, self.out_features = in_features, tuple(out_features)
+        self.out_strides = tuple(out_stride or n for n in out_features)
         self.num_members, self.num_experts = len(members), len(members[0])
         self.splits, self.chunk = splits_of(in_features)
         # [experts, members]: the members of an expert lie side by side, as the shrink reads them.
@@ -246,7 +253,7 @@ class Launches:
                         "PiiPiPPiiPPiiPqii",
                         *(self.h + member * self._pitch, kernels.rank_room, group.splits, group.sites + member * _SITE_BYTES),
                         *(group.num_members, step.slots, step.weights, entries, kernels.num_slots, owners, experts, per_row),
-                        *(items, 0, n, n, columns),
+                        *(items, 0, group.out_strides[member], n, columns),
                     ),
                     13,
                 )
@@ -280,7 +287,7 @@ class Launches:
                         "PiiPPPiiPPiiPqii",
                         *(self.h + member * self._pitch, kernels.rank_room, group.splits, group.sites + member * _SITE_BYTES),
                         *(step.slots, step.weights, entries, kernels.num_slots, step.groups, owners, per_row, tokens),
-                        *(0, n, n, columns),
+                        *(0, group.out_strides[member], n, columns),
                     ),
                     12,
                 )
@@ -311,7 +318,7 @@ class Launches:
                     Arguments(
                         "PiiPPPiiPiPqi",
                         *(self.h + member * self._pitch, kernels.rank_room, group.splits, group.sites + member * _SITE_BYTES),
-                        *(step.slots, step.weights, entries, kernels.num_slots, tiles, per_row, 0, n, n),
+                        *(step.slots, step.weights, entries, kernels.num_slots, tiles, per_row, 0, group.out_strides[member], n),
                     ),
                     10,
                 )

@@ -35,7 +35,7 @@ class CupyLauncher:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        with _calling("cudaGetDeviceCount"):
+        with _Calling("cudaGetDeviceCount", None):
             count = runtime.getDeviceCount()
         if not 0 <= device < count:
             raise DeviceError(
@@ -88,31 +88,46 @@ class CupyLauncher:
 
     def calling(self, call: str) -> _Calling:
         """Inside, the device is the current one, and what CuPy raises comes out as a `DeviceError` of that call."""
-        return _Calling(call, self._device)
+        return _Calling(call, self.device)
 
 
 class _Calling:
-    """A block of CuPy calls, on a device if one is given."""
+    """A block of CuPy calls, on a device if one is given.
 
-    __slots__ = ("_call", "_device")
+    What was current before is kept here and not in a `cupy.cuda.Device`, whose stack threads of other devices would share.
+    """
 
-    def __init__(self, call: str, device: Any) -> None:
+    __slots__ = ("_before", "_call", "_device")
+
+    def __init__(self, call: str, device: int | None) -> None:
         self._call, self._device = call, device
+        self._before = device
 
     def __enter__(self) -> None:
-        if self._device is not None:
-            self._device.__enter__()
+        if self._device is None:
+            return
+        try:
+            self._before = runtime.getDevice()
+            if self._before != self._device:
+                runtime.setDevice(self._device)
+        except _FAILURES as error:
+            raise _device_error("cudaSetDevice", error) from error
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._device is not None:
-            self._device.__exit__(kind, error, trace)
+        if self._before != self._device:
+            try:
+                runtime.setDevice(self._before)
+            except _FAILURES as failure:
+                # What failed first says more.
+                if error is None:
+                    raise _device_error("cudaSetDevice", failure) from failure
         if isinstance(error, _FAILURES):
-            code = getattr(error, "status", _OUT_OF_MEMORY)
-            raise DeviceError(f"{self._call} failed with code {code}: {error}", call=self._call, code=code) from error
+            raise _device_error(self._call, error) from error
 
 
-def _calling(call: str) -> _Calling:
-    return _Calling(call, None)
+def _device_error(call: str, error: BaseException) -> DeviceError:
+    code = getattr(error, "status", _OUT_OF_MEMORY)
+    return DeviceError(f"{call} failed with code {code}: {error}", call=call, code=code)
 
 
 class _CupyBuffer:
@@ -136,10 +151,9 @@ class _CupyKernel:
         self.name = name
         self._launcher = launcher
         self._raw = raw  # owns the module
+        self._call = f"cuLaunchKernel of {name}"
         self._function = int(raw.kernel.ptr)
 
     def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, stream: int, args: Arguments) -> None:
-        # Nearly every launch finds its device current, and entering it would cost more than asking.
-        device = None if runtime.getDevice() == self._launcher.device else self._launcher._device
-        with _Calling(f"cuLaunchKernel of {self.name}", device):
+        with _Calling(self._call, self._launcher.device):
             driver.launchKernel(self._function, *grid, *block, shared, stream, args.address, 0)

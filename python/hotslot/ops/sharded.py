@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import DTYPE_CODES
+from .experts import ExpertSites
 
 if TYPE_CHECKING:
     import torch
 
-    from .backend import DeviceBackend
+    from .backend import BoundExperts, DeviceBackend
     from .step import Entries, Step
 
 
@@ -33,13 +34,15 @@ class ShardedBackend:
     def __init__(self, parts: Sequence[DeviceBackend], home: Callable[[int], tuple[int, int]]) -> None:
         self.parts = tuple(parts)
         self._home = home
+        self._experts: dict[ExpertSites, tuple[int, ExpertSites]] = {}
 
-    def prepare(self, groups: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
+    def prepare(self, groups: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], experts: Sequence[ExpertSites] = ()) -> None:
         """See `DeviceBackend.prepare`."""
+        modules = [self._home_of(module) for module in experts]
         homes = [[self._home(site) for site in group] for group in groups]
         for number, backend in enumerate(self.parts):
             own = ([site for part, site in group if part == number] for group in homes)
-            backend.prepare([group for group in own if group], dtypes)
+            backend.prepare([group for group in own if group], dtypes, [module for part, module in modules if part == number])
 
     def take(self, rows: Entries, *, max_rows: int = 0, max_entries: int = 0) -> ShardedStep:
         """See `DeviceBackend.take`."""
@@ -77,3 +80,17 @@ class ShardedBackend:
         """See `DeviceBackend.add_one`."""
         number, own = self._home(site)
         self.parts[number].add_one(own, step.parts[number], x_address, out_address, tokens, code)
+
+    def experts(self, sites: ExpertSites, step: ShardedStep, tokens: int, top_k: int, code: int) -> BoundExperts:
+        """See `DeviceBackend.experts`."""
+        number, own = self._home_of(sites)
+        return self.parts[number].experts(own, step.parts[number], tokens, top_k, code)
+
+    def _home_of(self, sites: ExpertSites) -> tuple[int, ExpertSites]:
+        """The part of a module's experts, which lie on one device as one parameter, and their sites there."""
+        found = self._experts.get(sites)
+        if found is None:
+            first = tuple(tuple(self._home(site)[1] for site in member) for member in sites.first)
+            second = tuple(self._home(site)[1] for site in sites.second)
+            found = self._experts.setdefault(sites, (self._home(sites.second[0])[0], ExpertSites(first, sites.offsets, second)))
+        return found

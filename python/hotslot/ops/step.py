@@ -4,6 +4,7 @@
     owners [tokens]                  packed batches: the row of each token that no tile serves, else -1
     tiles [tiles]                    packed batches: up to 64 tokens of one row of several each, or count 0
     groups [groups, 4]               up to four tokens that a tile does not serve and that have the same slots, -1 behind them
+    token_rows [tokens]              packed batches: the row of each token, -1 behind them
 
 A captured graph holds these addresses and nothing of what lies there.
 """
@@ -70,7 +71,9 @@ class Step:
         self._launcher = launcher
         cells = max_rows * max_entries
         # Tiles first: they are read 16 bytes at a time.
-        self._begins = list(itertools.accumulate((0, 4 * self.max_tiles, cells, cells, max_tokens, _GROUP * self.max_groups)))
+        self._begins = list(
+            itertools.accumulate((0, 4 * self.max_tiles, cells, cells, max_tokens, _GROUP * self.max_groups, max_tokens))
+        )
         self._buffer = launcher.allocate(4 * max(1, self._begins[-1]))
         self._staging = [launcher.allocate_pinned(4 * max(1, self._begins[-1])) for _ in range(_STAGES)]
         self._staged_on: list[int | None] = [None] * _STAGES
@@ -103,6 +106,11 @@ class Step:
     def groups(self) -> int:
         """Address of the groups of tokens."""
         return self._buffer.address + 4 * self._begins[4]
+
+    @property
+    def token_rows(self) -> int:
+        """Address of the rows of all tokens of a packed batch."""
+        return self._buffer.address + 4 * self._begins[5]
 
     def set_rows(self, rows: Entries, stream: int) -> None:
         """Fill the buffers for tokens that divide evenly among the rows; enqueued on `stream`.
@@ -172,8 +180,8 @@ class Step:
 
     def _fill(self, rows: Entries, lengths: Sequence[int] | None, stream: int) -> None:
         words = self._stage(stream)
-        tiles, slots, weights, owners, groups = (words[a:b] for a, b in itertools.pairwise(self._begins))
-        slots[:], owners[:], groups[:], tiles[:] = -1, -1, -1, 0
+        tiles, slots, weights, owners, groups, token_rows = (words[a:b] for a, b in itertools.pairwise(self._begins))
+        slots[:], owners[:], groups[:], token_rows[:], tiles[:] = -1, -1, -1, -1, 0
         weights[:] = 0
         by_row, factors = slots.reshape(self.max_rows, -1), weights.view(np.float32).reshape(self.max_rows, -1)
         for row, entries in enumerate(rows):
@@ -181,6 +189,7 @@ class Step:
                 by_row[row, entry], factors[row, entry] = slot, weight
         if lengths is not None:
             _pack(lengths, owners, tiles.reshape(-1, 4), self._has_tiles)
+            token_rows[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
         _group(rows, owners.tolist() if lengths is not None else range(len(rows)), groups.reshape(-1, _GROUP))
         self.num_rows, self.is_packed = len(rows), lengths is not None
         self.is_uniform = all(list(row) == list(rows[0]) for row in rows)

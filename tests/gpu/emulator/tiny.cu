@@ -1,4 +1,4 @@
-// The program of the sanitizers for the package's kernels: a tiny case of each, decode and tiles, in memory of exactly its size.
+// The program of the sanitizers for the package's kernels: a tiny case of each, in memory of exactly its size.
 #include HOTSLOT_SOURCE
 
 EMULATED_KERNEL(hotslot_shrink)
@@ -7,6 +7,7 @@ EMULATED_KERNEL(hotslot_shrink_groups)
 EMULATED_KERNEL(hotslot_expand_groups)
 EMULATED_KERNEL(hotslot_shrink_tiles)
 EMULATED_KERNEL(hotslot_expand_tiles)
+EMULATED_KERNEL(hotslot_pairs)
 
 namespace {
 
@@ -94,6 +95,20 @@ int main() {
         if (!is_done) return 1;
         for (size_t i = 0; i < out.size; ++i) checksum += bfloat_to_float(out.p[i]) * static_cast<double>(i % 11);
     }
+    // Three tokens of two choices, of which one is masked; the second token's row has no slot.
+    Tight<i64> index(6);
+    for (int i = 0; i < 6; ++i) index.p[i] = i == 5 ? 1 : 0;
+    Tight<int> rows(3), x_rows(6), owners(6), experts(6);
+    Tight<unsigned char> adapted(3);
+    Tight<i64> places(6);
+    for (int i = 0; i < 6; ++i) places.p[i] = 5 - i;
+    rows.p[0] = 0, rows.p[1] = 1, rows.p[2] = 0;
+    const i64* chosen = index.p;
+    const int* of_tokens = rows.p;
+    if (!run(cuemu_launch_hotslot_pairs, 1, 1, 1, chosen, 2, 3, sites, 1, sites, 1, 1, slots.p, 1, 1, of_tokens, 1, places.p, x_rows.p, owners.p, experts.p,
+             adapted.p))
+        return 1;
+    for (int i = 0; i < 6; ++i) checksum += x_rows.p[i] + 2 * owners.p[i] + 3 * experts.p[i] + 5 * adapted.p[i / 2];
     printf("done %.6f\n", checksum);
     return 0;
 }

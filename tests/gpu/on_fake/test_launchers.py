@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,54 @@ def test_cupy_is_handed_the_very_same_arguments(monkeypatch: pytest.MonkeyPatch,
     kernel = cupy_launcher._CupyKernel(SimpleNamespace(device=3), NAME, raw)  # type: ignore[arg-type]
     kernel.launch((5, 6, 7), (128, 2, 1), 64, 99, arguments)
     assert seen == [(0x1234, [5, 6, 7, 128, 2, 1], 64, 99, 0, expected())]
+
+
+def test_cupys_current_device_is_each_threads_own_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads with other devices current, whose calls on a third overlap; and calls that fail."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from hotslot.ops import cupy_launcher
+
+    class CupyFailureError(Exception):
+        status = 700
+
+    current, refuses = threading.local(), [False]
+
+    def set_device(device: int) -> None:
+        if refuses[0]:
+            raise CupyFailureError("refused")
+        current.device = device
+
+    monkeypatch.setattr(cupy_launcher, "runtime", SimpleNamespace(getDevice=lambda: current.device, setDevice=set_device))
+    monkeypatch.setattr(cupy_launcher, "_FAILURES", (CupyFailureError,))
+    launcher = cupy_launcher.CupyLauncher.__new__(cupy_launcher.CupyLauncher)
+    launcher.device = 3
+    inside, found = threading.Barrier(2), {}
+
+    def call(device: int, leaves_first: bool) -> None:
+        current.device = device
+        with launcher.calling("one"):
+            inside.wait()
+            assert current.device == 3
+            if not leaves_first:
+                inside.wait()
+        found[device] = current.device
+        if leaves_first:
+            inside.wait()
+
+    threads = [threading.Thread(target=call, args=(device, device == 1)) for device in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {1: 1, 2: 2}
+    current.device = 1
+    with pytest.raises(DeviceError) as failed, launcher.calling("cuSomething"):
+        raise CupyFailureError("illegal address")
+    assert (failed.value.call, failed.value.code, current.device) == ("cuSomething", 700, 1)
+    refuses[0] = True
+    with pytest.raises(DeviceError) as failed, launcher.calling("cuSomething"):
+        pytest.fail("the device is not current")
+    assert (failed.value.call, failed.value.code, current.device) == ("cudaSetDevice", 700, 1)
 
 
 def test_cupy_says_without_a_device_what_is_missing() -> None:
