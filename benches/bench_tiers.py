@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -137,18 +138,20 @@ def promotions(model: torch.nn.Module, root: Path, rank: int, rounds: int) -> di
         pools = {name: Contender(model, folders, rank, tiers) for name, tiers in tiers_of(root / str(rank)).items()}
         pools["peer"] = PeerContender(model, folders, rank, other["peer"])
         sources = [np.random.default_rng(seed).integers(0, 255, nbytes, dtype=np.uint8) for seed in range(2)]
-        target = np.zeros(nbytes, np.uint8)
+        target, received = (np.full(nbytes, 1, np.uint8) for _ in range(2))  # not zeros: those lie in small pages
         connection = socket.create_connection(("127.0.0.1", other["port"]))
         calls: dict[str, Callable[[], object]] = {name: pool.promote for name, pool in pools.items()}
         calls["memcpy"] = lambda: (sources.reverse(), np.copyto(target, sources[0]))
-        calls["socket"] = lambda: receive(connection, target)
+        calls["socket"] = lambda: receive(connection, received)
         found: dict[str, list[float]] = {name: [] for name in calls}
-        order = list(calls)
-        for turn in range(rounds + 1):
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                seconds = timed(calls[name])
-                if turn:  # the first round warms up
-                    found[name].append(seconds)
+        order, dice = list(calls), random.Random(0)
+        with harness.no_garbage():
+            for turn in range(rounds + 1):
+                dice.shuffle(order)  # what ran before leaves its marks in the caches
+                for name in order:
+                    seconds = timed(calls[name])
+                    if turn:  # the first round warms up
+                        found[name].append(seconds)
         connection.close()
         for pool in pools.values():
             pool.lora.detach()
@@ -174,6 +177,8 @@ def pace_of_other_rows(model: torch.nn.Module, root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with other_process(folders[1:], PACE_RANK) as other:
         for name, tiers in {**tiers_of(root / "pace"), "peer": None}.items():
+            if name == "origin":
+                continue  # the peer's case shows what a pool without tiers does
             served = harness.same_weights(model)
             options: dict[str, Any] = {"max_loras": 2, "max_rank": PACE_RANK, "pool_dtype": "float32"}
             lora = hotslot.attach(served, {"running": folders[0]}, tiers=tiers, **options)

@@ -47,7 +47,7 @@ def pace(
         block: Steps of a block.
     """
     # Two sources in turns, as the promotions have two adapters: one alone would stay in the cache.
-    sources, target = [np.full(nbytes, value, np.uint8) for value in (1, 2)], np.zeros(nbytes, np.uint8)
+    sources, target = [np.full(nbytes, value, np.uint8) for value in (1, 2)], np.full(nbytes, 3, np.uint8)
     stop, done, seconds_each = threading.Event(), [0], [0.05]
 
     def promoting() -> None:

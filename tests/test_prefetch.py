@@ -221,6 +221,46 @@ def test_a_load_inside_a_load_of_its_own_name_is_refused_and_of_another_is_serve
     lora.weights.check_integrity()
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("is_awaited", [False, True], ids=["waits", "awaits"])
+def test_sources_that_wait_for_each_other_are_refused(num_threads: int, is_awaited: bool, lora, folders: dict[str, Path]) -> None:
+    both = threading.Barrier(num_threads)
+
+    def needs(other: str) -> Any:
+        async def wait() -> None:
+            await lora.prefetch(other)
+
+        def source() -> Path:
+            if num_threads == 2:  # each has begun before either asks for the other
+                both.wait(60)
+            if is_awaited:
+                asyncio.run(wait())
+            else:
+                lora.prefetch(other).result()
+            return folders["b"]
+
+        return source
+
+    before = state(lora)
+    lora.register("x", needs("y"))
+    lora.register("y", needs("x"))
+    handles = [lora.prefetch(name) for name in ("x", "y")[:num_threads]]
+    for handle in handles:
+        error = handle.exception(60)
+        assert isinstance(error, hotslot.PoolError) and "itself" in str(error), error
+    lora.unregister("x")
+    lora.unregister("y")
+    assert state(lora) == before
+    lora.register("x", folders["b"])
+    assert lora.promote("x") == (1, None)
+
+
+def test_a_source_that_waits_for_itself_is_refused(lora) -> None:
+    lora.register("x", lambda: lora.promote("x"))
+    with pytest.raises(hotslot.PoolError, match="'x' waits for 'x'"):
+        lora.prefetch("x").result(60)
+
+
 # --- sharing and cancelling -------------------------------------------------------------------------------------------------
 
 

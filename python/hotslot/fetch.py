@@ -41,7 +41,7 @@ class Wanted:
     registration: Registration | None = None
     settings: PeftAdapterConfig | SlotConfig | None = None
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
         """What makes two of them the same while they load."""
         if self.registration is not None:

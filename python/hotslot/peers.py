@@ -123,18 +123,26 @@ class PeerReader:
             adapter, generation = one.adapter, one.generation
         lease = client.lease(adapter, generation, self._tiers.peer_seconds + _LEASE_SECONDS)
         try:
+            told = _told(lease.header, address)
             if settings is not None:
-                check_settings(lease.header, settings, address)
-            return self._receive(client, address, lease, known, load, is_shown)
+                check_settings(told, settings, address)
+            return self._receive(client, address, lease, told, known, load, is_shown)
         finally:
             with suppress(PeerError):  # it ends by itself
                 client.release(lease)
 
     def _receive(
-        self, client: PeerClient, address: str, lease: PeerLease, known: str | None, load: Load | None, is_shown: bool
+        self,
+        client: PeerClient,
+        address: str,
+        lease: PeerLease,
+        told: dict[str, Any],
+        known: str | None,
+        load: Load | None,
+        is_shown: bool,
     ) -> PackedAdapter:
         try:
-            self._check_header(lease.header, known)
+            self._check_header(told, known)
             receiving = PackedAdapter.receive(lease.header, self._pool_for(lease.header), tier=self._host)
         except (HotslotError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _peer_error(address, "unsupported", f"adapter {lease.adapter!r} does not fit this pool: {error}") from error
@@ -147,9 +155,8 @@ class PeerReader:
         finally:
             receiving.close()
 
-    def _check_header(self, header: str, known: str | None) -> None:
+    def _check_header(self, told: dict[str, Any], known: str | None) -> None:
         """Refuse, before a byte is sent, what would be refused after."""
-        told = json.loads(header)
         if known is not None and told["cache_id"] != known:
             raise ValueError(f"it is {told['cache_id']}; expected {known}")
         derived = [extra["site"] for extra in told["extras"] if extra["derived"]]
@@ -253,8 +260,19 @@ def exported(client: PeerClient) -> list[Exported]:
     return [Exported(it.adapter, it.tier, it.nbytes, it.cache_id, it.layout_id, it.generation) for it in client.manifest().adapters]
 
 
-def check_settings(header: str, expected: PeftAdapterConfig | SlotConfig, peer: str) -> None:
-    """Refuse an adapter whose settings are not those that the caller expects.
+def _told(header: str, peer: str) -> dict[str, Any]:
+    """What a header says; a long one takes as long to read as some adapters to come, so it is read once."""
+    try:
+        told = json.loads(header)
+    except ValueError as error:
+        raise _peer_error(peer, "corrupt", f"its header is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise _peer_error(peer, "corrupt", f"its header is a {type(told).__name__}; expected an object")
+    return told
+
+
+def check_settings(header: Mapping[str, Any], expected: PeftAdapterConfig | SlotConfig, peer: str) -> None:
+    """Refuse an adapter whose settings, as its header tells them, are not those that the caller expects.
 
     Features (DoRA, aLoRA's tokens) are compared where the caller names them.
 
@@ -263,13 +281,13 @@ def check_settings(header: str, expected: PeftAdapterConfig | SlotConfig, peer: 
         PeerError: The header has no settings.
     """
     try:
-        told = json.loads(header)["config"]
+        told = header["config"]
         found = {key: told.get(key, default) for key, default in _SETTINGS.items()}
         found |= {key: dict(found[key]) for key in ("rank_pattern", "alpha_pattern")}
         if expected.alora_invocation_tokens:
             found["alora_invocation_tokens"] = tuple(told.get("alora_invocation_tokens") or ())
         if getattr(expected, "use_dora", False):  # what a slot tells of its config has no such field
-            found["use_dora"] = any(extra["part"] == "gain" for extra in json.loads(header)["extras"])
+            found["use_dora"] = any(extra["part"] == "gain" for extra in header["extras"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _peer_error(peer, "corrupt", f"its header has no settings: {error!r}") from error
     for key, value in found.items():

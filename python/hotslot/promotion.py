@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from .errors import AdapterError
+from .errors import AdapterError, PoolError
 from .loads import own
 
 if TYPE_CHECKING:
@@ -40,11 +40,49 @@ class Progress:
 
 
 _worker = threading.local()
+_waits = threading.Lock()
+"""Held while `Load.waits_for` of any load is looked at or changed."""
 
 
 def is_worker() -> bool:
-    """Whether this thread works on a load: it must not wait for another one that only it could begin."""
-    return getattr(_worker, "depth", 0) > 0
+    """Whether this thread works on loads: it must not wait for another one that only it could begin."""
+    return getattr(_worker, "is_one", False)
+
+
+def _worked_on() -> list[Load]:
+    """The loads that this thread works on: the source of each but the last one waits for the next."""
+    found: list[Load] = _worker.__dict__.setdefault("loads", [])
+    return found
+
+
+@contextmanager
+def _waiting_for(load: Load) -> Iterator[None]:
+    """Inside, whatever this thread works on waits for a load.
+
+    Raises:
+        PoolError: That one waits, by way of others perhaps, for something that this thread works on.
+    """
+    mine = _worked_on()
+    with _waits:
+        asked, seen = [load], []
+        while asked:
+            one = asked.pop()
+            if one in mine:
+                raise PoolError(
+                    f"the source of {mine[-1].name!r} waits for {load.name!r}, which waits for {one.name!r} itself: neither "
+                    "would ever arrive; expected sources that do not need each other"
+                )
+            if one not in seen:
+                seen.append(one)
+                asked += one.waits_for
+        for one in mine:
+            one.waits_for.append(load)
+    try:
+        yield
+    finally:
+        with _waits:
+            for one in mine:
+                one.waits_for.remove(load)
 
 
 class Load:
@@ -69,6 +107,8 @@ class Load:
         self._on_stop: Callable[[], None] | None = None
         self._measure: Callable[[], Progress] = Progress
         self._ended = threading.Event()
+        self.waits_for: list[Load] = []
+        """The loads that its source waits for now."""
 
     # --- for those who ask -------------------------------------------------------------------------------------------------
 
@@ -131,6 +171,7 @@ class Load:
             self._state = "running"
         landed: Landed = None
         error: BaseException | None = None
+        _worked_on().append(self)
         try:
             landed = self._work(self)
         except Exception as caught:
@@ -141,6 +182,8 @@ class Load:
                 "expected its source to return or to raise an Exception"
             )
             error.__cause__ = caught
+        finally:
+            _worked_on().pop()
         with self._mutex:
             if self.has_ended:  # stopped while its source worked
                 return
@@ -155,7 +198,7 @@ class Load:
 
     def run_on_worker(self) -> None:
         """As `run`, on a thread whose trade it is."""
-        _worker.depth = 1
+        _worker.is_one = True
         self.run()
 
     def check(self) -> None:
@@ -277,6 +320,7 @@ class Promotion:
         Raises:
             TimeoutError: It has not ended yet.
             CancelledError: It was cancelled (concurrent.futures.CancelledError).
+            PoolError: This is a source's thread, and that load waits for it.
             Exception: Whatever the load raised.
         """
         error = self.exception(timeout)
@@ -289,10 +333,13 @@ class Promotion:
 
         Raises:
             TimeoutError: It has not ended yet.
+            PoolError: This is a source's thread, and that load waits for it.
         """
         self._process.check()
         if timeout is None and is_worker():
             self._load.run()
+            with _waiting_for(self._load):
+                return self._future.exception()
         try:
             return self._future.exception(timeout)
         except FutureTimeoutError:
@@ -314,8 +361,10 @@ class Promotion:
         import asyncio
 
         self._process.check()
+        waiting: AbstractContextManager[None] = nullcontext()
         if is_worker():  # a source with an event loop of its own
             self._load.run()
+            waiting = _waiting_for(self._load)
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
@@ -324,7 +373,8 @@ class Promotion:
                 loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(None))
 
         self.add_done_callback(tell)
-        await ended
+        with waiting:
+            await ended
         return self.result()
 
     def _finish(self, landed: Landed, error: BaseException | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from .keys import shown
@@ -93,6 +93,14 @@ class LoadReport:
         report.warnings = [str(warning) for warning in report.warnings]
         report.applied, report.nbytes = int(report.applied), int(report.nbytes)
         return report
+
+    def twin(self) -> LoadReport:
+        """The same for another load, which may add to its own."""
+        twin = replace(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (dict, list)):
+                setattr(twin, name, value.copy())
+        return twin
 
     def __str__(self) -> str:
         """A few lines for people."""

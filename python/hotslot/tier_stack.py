@@ -53,7 +53,7 @@ class TierStack:
         self.disk = None if tiers.disk is None else DiskCache(tiers.disk, tiers.disk_bytes)
         self._derived: Recent[tuple[str, ...]] = Recent(_MAX_REMEMBERED)
         """By content: the sites at which something of it was worked out from the base."""
-        self._reports: Recent[str] = Recent(_MAX_REPORTS)
+        self._reports: Recent[LoadReport] = Recent(_MAX_REPORTS)
         """By content and base: the report, which is long to find in a file's header."""
         self._bases: Recent[str] = Recent(_MAX_REMEMBERED)
         """By content: the base that the disk cache noted."""
@@ -151,23 +151,21 @@ class TierStack:
 
     def fetched(self, tier: str, wanted: Wanted, packed: PackedAdapter | PackedFile) -> Fetched:
         """A packed adapter as what was found."""
-        self._derived.keep(packed.cache_id, tuple(packed.derived_sites))
-        key = packed.cache_id, packed.base
-        text = self._reports.get(key)
-        if text is None:
+        cache_id, base = packed.cache_id, packed.base
+        self._derived.keep(cache_id, tuple(packed.derived_sites))
+        report = self._reports.get((cache_id, base))
+        if report is None:
             report = report_of_packed(packed)
-            self._reports.keep(key, report.to_json())
-        else:
-            report = LoadReport.from_json(text)
+            self._reports.keep((cache_id, base), report)
         return Fetched(
             tier,
             wanted.key,
-            report,
+            report.twin(),
             packed=packed,
-            base=packed.base,
+            base=base,
             # Another process's word on a name says nothing of the files here.
             identity=None if tier == "peer" else wanted.identity,
-            known=packed.cache_id,
+            known=cache_id,
         )
 
     def _bases_of(self, cache_id: str) -> list[str | None]:
@@ -254,8 +252,11 @@ class TierStack:
 
     def _named(self, name: str, packed: PackedAdapter) -> None:
         """Note what a name is in the host tier, for the processes that this one serves."""
+        key = packed.cache_id, packed.layout_id, packed.base
+        if self._driver is None and self._copies.get(name) == key:
+            return
         with self._mutex:
-            self._copies[name] = packed.cache_id, packed.layout_id, packed.base
+            self._copies[name] = key
             self._copies = {name: key for name, key in self._copies.items() if self.host is not None and self.host.contains(*key)}
             if self._driver is not None:
                 self._driver.export(self._copies[name], packed.address, packed.nbytes)

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use crate::adapter::Resident;
+use crate::block::HostBuffer;
 use crate::convert::{convert, element};
 use crate::error::Result;
 use crate::extras::{ExtraInput, ExtraPart};
 use crate::layout::{Dtype, Layout};
-use crate::source::{HostBuffer, SourceDtype, in_tensor};
+use crate::source::{SourceDtype, in_tensor};
 use crate::sync::Ordering;
 use crate::weights::LoraWeights;
 

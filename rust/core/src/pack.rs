@@ -8,6 +8,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::block::HostBuffer;
 use crate::config::PeftAdapterConfig;
 use crate::content::{Content, SitePair};
 use crate::convert::{convert, element, first_bad};
@@ -18,7 +19,7 @@ use crate::identity::{CacheId, CacheIdHasher, Digest};
 use crate::layout::{BLOCK_ALIGN, Dtype, Layout, SlotBases, padded};
 use crate::memory::{DeviceMemory, Stream};
 use crate::overlay::OverlayRawSlot;
-use crate::source::{HostBuffer, OpenedFiles, Source, SourceData, in_tensor};
+use crate::source::{OpenedFiles, Source, SourceData, in_tensor};
 
 pub use crate::source::PairInput;
 

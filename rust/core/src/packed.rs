@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::sync::OnceLock;
 
 use crate::adapter::LoraAdapterInput;
-use crate::block::{HostAllocator, HostBlock, PageAllocator};
+use crate::block::{HostAllocator, HostBlock, HostBuffer, PageAllocator};
 use crate::checksum::PackedHasher;
 use crate::config::PeftAdapterConfig;
 use crate::content::{Content, SitePair};
@@ -22,7 +22,7 @@ use crate::identity::{CacheId, CacheIdHasher, Digest, Fingerprint, check_adapter
 use crate::layout::{Dtype, Layout, padded};
 use crate::load::Loaded;
 use crate::pack::{Base, PackReport, Plan, Run, RunSource, Staged};
-use crate::source::{HostBuffer, OpenedFiles, PairInput, Source, SourceDtype};
+use crate::source::{OpenedFiles, PairInput, Source, SourceDtype};
 use crate::weights::LoraWeights;
 
 /// What tells packed adapters apart: equal keys, equal bytes.

@@ -56,7 +56,7 @@ impl Receiving {
 
     pub(crate) fn of_header(header: PackedHeader, layout: &Layout, allocator: &dyn HostAllocator) -> Result<Self> {
         header.contents.check_fits(layout)?;
-        let block = allocator.allocate(header.contents.nbytes as usize)?;
+        let block = allocator.allocate_to_fill(header.contents.nbytes as usize)?;
         Ok(Self { header, block })
     }
 

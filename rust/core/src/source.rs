@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::time::SystemTime;
 
+use crate::block::HostBuffer;
 use crate::error::{Error, Result};
 use crate::extras::ExtraInput;
 use crate::layout::Dtype;
@@ -171,53 +172,9 @@ pub(crate) fn in_tensor(error: Error, site: &str, half: &str) -> Error {
     }
 }
 
-/// Page-aligned host memory that is kept from one load to the next, and only grows.
-#[derive(Debug, Default)]
-pub struct HostBuffer {
-    bytes: Vec<u8>,
-}
-
-impl HostBuffer {
-    const PAGE: usize = 4096;
-
-    /// `len` bytes, with whatever they held before.
-    pub fn take(&mut self, len: usize) -> &mut [u8] {
-        if self.bytes.len() < len + Self::PAGE {
-            // A fresh allocation, so that the old bytes are not copied.
-            self.bytes = Vec::new();
-            self.bytes = vec![0; len + Self::PAGE];
-        }
-        let start = self.start();
-        &mut self.bytes[start..start + len]
-    }
-
-    /// What was last taken, from its first byte on.
-    #[must_use]
-    pub fn as_slice(&self) -> &[u8] {
-        self.bytes.get(self.start()..).unwrap_or_default()
-    }
-
-    fn start(&self) -> usize {
-        self.bytes.as_ptr().align_offset(Self::PAGE)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_buffer_is_page_aligned_and_keeps_its_memory() {
-        let mut buffer = HostBuffer::default();
-        assert!(buffer.as_slice().is_empty());
-        let first = buffer.take(10_000).as_ptr();
-        assert_eq!(first.align_offset(4096), 0);
-        buffer.take(5).fill(3);
-        assert_eq!(buffer.take(5), [3; 5]);
-        assert_eq!(buffer.take(10_000).as_ptr(), first);
-        assert_eq!(buffer.as_slice()[..5], [3; 5]);
-        assert_eq!(buffer.take(1 << 20).len(), 1 << 20);
-    }
 
     #[test]
     fn dtypes_have_the_names_of_safetensors() {
