@@ -110,7 +110,7 @@ soak: $(STAMPS)/wheel $(STAMPS)/test ## Run the state machines, the storms and a
 	PROPTEST_CASES=3000 cargo test -p hotslot-core --release --test state_machine
 	HYPOTHESIS_PROFILE=soak $(PY) -m pytest tests/test_life_cycle_machine.py tests/test_life_cycle.py tests/test_prefetch.py -k "machine or storm or sequence"
 	HOTSLOT_STORM_SECONDS=120 $(PY) -m pytest tests/test_server_life.py -k storm
-	$(PY) benches/server_load.py --minutes 30
+	$(PY) benches/soak_server.py --minutes 30
 
 .PHONY: fuzz
 fuzz: $(STAMPS)/wheel $(STAMPS)/test ## Fuzz the reader of adapter files for FUZZ_SECONDS=60; what breaks it stays in tests/fuzz/corpus

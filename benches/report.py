@@ -139,6 +139,39 @@ def tiers(found: dict[str, Any]) -> list[str]:
     return [*lines, *table(["a routed row's steps, promotions from", *beside], rows)]
 
 
+def server(found: dict[str, Any]) -> list[str]:
+    """A burst, then the steady load; times as a client sees them."""
+
+    def ms(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{1e3 * seconds:.0f}"
+
+    def row(case: dict[str, Any]) -> list[str]:
+        hits = "-" if case["hit_rate"] is None else f"{case['hit_rate']:.0%}"
+        times = [f"{ms(case[f'{what}_p50'])}, {ms(case[f'{what}_p99'])}" for what in ("first_token", "inter_token")]
+        return [case["kind"], str(case["requests"]), str(case["failed"]), *times, hits]
+
+    head = ["", "requests", "failed", "first token ms, p50, p99", "inter-token ms, p50, p99", "hit rate"]
+    lines = [
+        f"A burst that keeps the server busy, {found['tokens']} tokens an answer; the ratio is the median of the rounds' own:",
+        "",
+    ]
+    speed = [[f"{case['tokens_per_second']:.1f}", f"{case['ratio']:.3f}"] for case in found["busy"]]
+    rows = [[*row(case)[:1], *cells, *row(case)[1:]] for case, cells in zip(found["busy"], speed, strict=True)]
+    lines += table([*head[:1], "tokens/s", "x base", *head[1:]], rows)
+    lines += ["Half of what the base model alone can do:", ""]
+    return [*lines, *table(head, [row(case) for case in found["steady"]])]
+
+
+def soak(found: dict[str, Any]) -> list[str]:
+    """Memory at some moments of the soak."""
+    curve = found["curve"]
+    chosen = sorted({round(at * (len(curve) - 1) / 9) for at in range(10)})
+    rows = [["minutes", *(f"{curve[at][0]:.1f}" for at in chosen)], ["requests", *(str(curve[at][1]) for at in chosen)]]
+    rows += [["MB", *(f"{curve[at][2] / 1e6:.1f}" for at in chosen)]]
+    facts = f"{found['requests']} requests, {found['failed']} failed; growth after warm-up {found['growth'] / 1e6:+.2f} MB."
+    return [*table(rows[0], rows[1:]), facts, ""]
+
+
 def machines(results: dict[str, Any]) -> list[str]:
     """What the figures were measured on: a line for each machine and set of versions."""
     figures: dict[str, list[str]] = {}
@@ -197,6 +230,10 @@ def sections(results: dict[str, Any]) -> list[str]:
         lines += ["## Promotion", "", *promotion(results["promotion"])]
     if "tiers" in results:
         lines += ["## Tiers", "", *tiers(results["tiers"])]
+    if "server" in results:
+        lines += ["## Server", "", *server(results["server"])]
+    if "server_soak" in results:
+        lines += ["## Server, soak", "", *soak(results["server_soak"])]
     if "memory" in results:
         rows = [
             [c["what"], str(c["count"]), f"{c['seconds']:.1f}", f"{c['growth'] / 1e6:+.2f}", "pass" if c["flat"] else "**fail**"]

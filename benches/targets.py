@@ -58,6 +58,7 @@ def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
             case["flat"],
         )
     yield from _tiers(results.get("tiers", {}))
+    yield from _server(results.get("server", {}), results.get("server_soak"))
 
 
 def _tiers(found: dict[str, Any]) -> Iterator[Verdict]:
@@ -71,6 +72,23 @@ def _tiers(found: dict[str, Any]) -> Iterator[Verdict]:
         if name != "origin":
             target = "p95 of other rows beside promotions: at most 1.1 x that beside a memcpy at their rate"
             yield _ratio(13, target, f"from {name}", case["ratio"], 1.1)
+
+
+def _server(found: dict[str, Any], soak: dict[str, Any] | None) -> Iterator[Verdict]:
+    for case in found.get("busy", []):
+        if case["kind"] == "8 adapters on 8 slots":
+            target = "a server whose adapters all have slots: at least 85 % of the tokens per second of the base model alone"
+            yield Verdict(14, target, case["kind"], f"{case['ratio']:.1%}", case["ratio"] >= 0.85)
+    loads = [(f"{case['kind']}, {load}", case) for load in ("busy", "steady") for case in found.get(load, [])]
+    for where, case in [*loads, *([("soak", soak)] if soak else [])]:
+        if not where.startswith("PEFT"):
+            measured = f"{case['failed']} of {case['requests']} failed"
+            yield Verdict(15, "no request to a loaded server fails", where, measured, case["failed"] == 0)
+    if soak:
+        target = f"resident memory of a loaded server: flat within {soak['allowed'] / 1e6:.0f} MB after warm-up"
+        minutes, requests, _ = soak["curve"][-1]
+        where = f"{minutes:.0f} minutes, {requests} requests"
+        yield Verdict(16, target, where, f"{soak['growth'] / 1e6:+.2f} MB", soak["flat"])
 
 
 def _mixed_batch(case: dict[str, Any]) -> Iterator[Verdict]:

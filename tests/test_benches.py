@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 BENCHES = Path(__file__).resolve().parent.parent / "benches"
-FIGURES = {"batch", "decode", "distinct", "kernels", "memory", "prefill", "promotion", "rank", "tiers", "true_rank"}
+FIGURES = {"batch", "decode", "distinct", "kernels", "memory", "prefill", "promotion", "rank", "server", "tiers", "true_rank"}
 
 
 def run(script: str, *arguments: str, **environment: str) -> str:

@@ -54,6 +54,7 @@ class Load:
         max_tokens: Of each answer; the end of sequence is ignored, so that each has as many.
         prompt: What is asked.
         seed: Of arrivals and choices.
+        distinct: Whether each request's number is put before its prompt, so that no two share a prefix.
     """
 
     rate: float = 4.0
@@ -62,6 +63,7 @@ class Load:
     max_tokens: int = 32
     prompt: str = "Once upon a time there was"
     seed: int = 0
+    distinct: bool = False
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -76,6 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--max-tokens", type=int, default=Load.max_tokens, help="tokens of an answer (default: %(default)s)")
     add("--prompt", default=Load.prompt, help="what is asked")
     add("--seed", type=int, default=Load.seed, help="of arrivals and choices (default: %(default)s)")
+    add("--distinct-prompts", action="store_true", help="begin each prompt with its number, so that no two share a prefix")
     add("--api-key", help="the server's key")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -83,12 +86,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Run the load and print what came of it; 1 if a request failed."""
-    load = Load(options.rate, options.seconds, options.zipf, options.max_tokens, options.prompt, options.seed)
+    load = Load(
+        options.rate, options.seconds, options.zipf, options.max_tokens, options.prompt, options.seed, options.distinct_prompts
+    )
     client = Client(options.url, options.api_key)
     models = options.models or asyncio.run(client.adapters())
-    report = asyncio.run(measure(client, models, load))
-    print(json.dumps(report) if options.json else table(report))
-    return 1 if report["failed"] else 0
+    found = asyncio.run(measure(client, models, load))
+    print(json.dumps(found) if options.json else table(found))
+    return 1 if found["failed"] else 0
 
 
 class Client:
@@ -146,12 +151,12 @@ class Client:
             found[result] += float(value)
         return found
 
-    async def ask(self, model: str, load: Load) -> Answered:
-        """One streamed completion, timed."""
+    async def ask(self, model: str, load: Load, number: int = 0) -> Answered:
+        """One streamed completion, timed; the `number`-th of its load."""
         answered = Answered(model)
         body = {
             "model": model,
-            "prompt": load.prompt,
+            "prompt": f"{number}: {load.prompt}" if load.distinct else load.prompt,
             "max_tokens": load.max_tokens,
             "temperature": 0,
             "stream": True,
@@ -183,16 +188,36 @@ class Client:
         return answered
 
 
-async def measure(client: Client, models: Sequence[str], load: Load) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a load.
+
+    Attributes:
+        answers: Of all requests.
+        seconds: From the first arrival to the last token.
+        models: How many could be asked.
+        hits, misses: Requests that found their adapter in a slot, and those that did not, as the server counts them.
+    """
+
+    answers: list[Answered]
+    seconds: float
+    models: int
+    hits: float
+    misses: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the requests that did not fail."""
+        return sum(each.tokens for each in self.answers if each.error is None) / self.seconds
+
+
+async def send(client: Client, models: Sequence[str], load: Load) -> Outcome:
     """Send a load and wait for its answers.
 
     Args:
         client: The server's.
         models: Whom to ask, the most popular first.
         load: What is sent.
-
-    Returns:
-        Counts, rates and percentiles.
     """
     draw = random.Random(load.seed)
     weights = [1.0 / (rank + 1) ** load.zipf for rank in range(len(models))]
@@ -205,11 +230,23 @@ async def measure(client: Client, models: Sequence[str], load: Load) -> dict[str
         if due - begun > load.seconds:
             break
         await asyncio.sleep(max(due - time.perf_counter(), 0.0))
-        tasks.append(asyncio.create_task(client.ask(draw.choices(models, weights)[0], load)))
+        tasks.append(asyncio.create_task(client.ask(draw.choices(models, weights)[0], load, len(tasks))))
     answers = await asyncio.gather(*tasks)
     seconds = time.perf_counter() - begun
     after = await client.lookups()
-    hits, misses = after["hit"] - before["hit"], after["miss"] - before["miss"]
+    return Outcome(answers, seconds, len(models), after["hit"] - before["hit"], after["miss"] - before["miss"])
+
+
+async def measure(client: Client, models: Sequence[str], load: Load) -> dict[str, Any]:
+    """Send a load and report what came of it."""
+    return report([await send(client, models, load)])
+
+
+def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Counts, rates and percentiles of one load, or of several together."""
+    answers = [each for outcome in outcomes for each in outcome.answers]
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    hits, misses = sum(outcome.hits for outcome in outcomes), sum(outcome.misses for outcome in outcomes)
     good = [each for each in answers if each.error is None]
     gaps = [gap for each in good for gap in each.gaps]
     firsts = [each.first for each in good if each.first is not None]
@@ -218,7 +255,7 @@ async def measure(client: Client, models: Sequence[str], load: Load) -> dict[str
         "failed": len(answers) - len(good),
         "refused": sum(each.status == 429 for each in answers),
         "errors": sorted({each.error for each in answers if each.error is not None})[:5],
-        "models": len(models),
+        "models": max(outcome.models for outcome in outcomes),
         "models_asked": len({each.model for each in answers}),
         "seconds": round(seconds, 2),
         "tokens_per_second": round(sum(each.tokens for each in good) / seconds, 1),
@@ -243,19 +280,19 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return round(ordered[max(-int(-share * len(ordered) // 1) - 1, 0)], 4)
 
 
-def table(report: dict[str, Any]) -> str:
+def table(found: dict[str, Any]) -> str:
     """The report for people."""
 
     def ms(value: float | None) -> str:
         return "-" if value is None else f"{1000 * value:.0f} ms"
 
-    hit = "-" if report["hit_rate"] is None else f"{100 * report['hit_rate']:.0f} %"
+    hit = "-" if found["hit_rate"] is None else f"{100 * found['hit_rate']:.0f} %"
     lines = [
-        f"requests     {report['requests']} in {report['seconds']:g} s, {report['failed']} failed ({report['refused']} with 429)",
-        f"models       {report['models_asked']} of {report['models']} asked, hit rate {hit}",
-        f"throughput   {report['tokens_per_second']:g} tokens/s",
-        f"first token  p50 {ms(report['first_token_p50'])}, p99 {ms(report['first_token_p99'])}",
-        f"inter-token  p50 {ms(report['inter_token_p50'])}, p99 {ms(report['inter_token_p99'])}",
-        *(f"error        {error}" for error in report["errors"]),
+        f"requests     {found['requests']} in {found['seconds']:g} s, {found['failed']} failed ({found['refused']} with 429)",
+        f"models       {found['models_asked']} of {found['models']} asked, hit rate {hit}",
+        f"throughput   {found['tokens_per_second']:g} tokens/s",
+        f"first token  p50 {ms(found['first_token_p50'])}, p99 {ms(found['first_token_p99'])}",
+        f"inter-token  p50 {ms(found['inter_token_p50'])}, p99 {ms(found['inter_token_p99'])}",
+        *(f"error        {error}" for error in found["errors"]),
     ]
     return "\n".join(lines)

@@ -348,9 +348,14 @@ class PagedEngine(Engine):
 
     @property
     def cache_usage(self) -> float:
-        """The used share of the blocks."""
+        """The share of the cache that rows hold; what is kept of ended ones gives way to any row, and counts as free."""
         processor = self._manager.batch_processor
-        return 0.0 if processor is None else 1.0 - float(processor.cache.compute_free_capacity())
+        if processor is None:
+            return 0.0
+        cache = processor.cache
+        free = cache.compute_free_capacity(relative=False)
+        free += sum(len(it.ledger.cached_blocks) * it.bytes_per_block for it in cache.cache_allocators.values())
+        return 1.0 - float(free) / (cache.num_sectors * cache.bytes_per_sector)
 
     @property
     def num_steps(self) -> int:
