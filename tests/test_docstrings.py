@@ -12,7 +12,11 @@ import hotslot
 
 MODULES = sorted(info.name for info in pkgutil.walk_packages(hotslot.__path__, "hotslot.") if not info.name.endswith("__main__"))
 
-NEEDS = {"hotslot.ops.cupy_launcher": ("cupy",), "hotslot.ops.bindings_launcher": ("cuda.bindings",)}
+NEEDS = {
+    "hotslot.ops.cupy_launcher": ("cupy",),
+    "hotslot.ops.bindings_launcher": ("cuda.bindings",),
+    "hotslot.ray": ("ray.serve",),
+}
 """Packages that a module imports and that not every machine has."""
 
 
