@@ -197,3 +197,14 @@ def test_tensors_of_a_batch_that_do_not_fit_the_route_are_refused_before_any_com
 def lora_folder(lora) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     a = torch.ones(2, 64)
     return {Q0 + ".lora_A.weight": a, Q0 + ".lora_B.weight": a.T.contiguous()}, {"r": 2, "lora_alpha": 2}
+
+
+@pytest.mark.parametrize("found", [5, None, "folder", b"folder", Path("folder"), {"a": "folder"}, ({}, {"r": 4})], ids=repr)
+@pytest.mark.parametrize("argument", ["room_for", "sites", "adapters"])
+def test_one_thing_where_a_list_belongs_is_refused_and_the_model_left_alone(argument: str, found: Any) -> None:
+    model = tiny_model()
+    if (argument == "sites" and isinstance(found, str)) or (argument == "adapters" and (found is None or isinstance(found, dict))):
+        pytest.skip("means something there")
+    with pytest.raises(hotslot.PoolError, match=f"^{argument} is "):
+        hotslot.attach(model, max_loras=2, max_rank=4, **{argument: found})
+    hotslot.attach(model, max_loras=2, max_rank=4).detach()

@@ -478,14 +478,56 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(errors.TierError, match="every user"):
         DiskCache(tmp_path / "open", 1 << 20)
-    cache = DiskCache(tmp_path / "gone", 1 << 20)
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(errors.TierError):
-        cache.put(packed_by(Pool(), 1))
-    assert cache.get(Pool().weights, packed_by(Pool(), 1).cache_id) is None
 
 
 # --- processes that die or race -----------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_removed_is_an_empty_cache_and_is_made_again(folder: Path) -> None:
+    cache, pool = DiskCache(folder, 64 * KB), Pool()
+    first, second = packed_by(pool, 1), packed_by(pool, 2)
+    cache.put(first)
+    found = cache.find(*key(first))
+    shutil.rmtree(folder)
+    assert (cache.bytes_used, cache.entries(), cache.find(*key(first))) == (0, [], None)
+    assert found is not None and not cache.remove(*key(first))
+    cache.clear()
+    assert not folder.exists(), "looking makes nothing"
+    assert cache.put(second) == (True, 0)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    copy = cache.get(pool.weights, second.cache_id)
+    assert copy is not None and copy.read(0, copy.nbytes) == second.read(0, second.nbytes)
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    with pytest.raises(errors.TierError, match="cache"):
+        cache.put(first)
+    assert folder.read_text() == "in the way"
+
+
+def test_a_folder_that_is_removed_again_and_again_harms_no_writer(folder: Path) -> None:
+    cache, pool = DiskCache(folder, 64 * KB), Pool()
+    packed = packed_by(pool, 1)
+    is_over = threading.Event()
+
+    def remove() -> None:
+        while not is_over.is_set():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for _ in range(200):
+            try:
+                cache.put(packed)
+                copy = cache.get(pool.weights, packed.cache_id)
+            except errors.TierError:
+                continue
+            assert copy is None or copy.read(0, copy.nbytes) == packed.read(0, packed.nbytes)
+    finally:
+        is_over.set()
+        thread.join()
+    cache.put(packed)
+    assert cache.entries() == [(*key(packed), packed.nbytes, 4)] and len(files(folder)) == 1
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.02])

@@ -62,6 +62,16 @@ class Gate:
         return self.gives
 
 
+class Mistaken:
+    """A source that raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self) -> Any:
+        raise self.error
+
+
 def state(lora: Any) -> tuple[Any, ...]:
     """All that a failed or cancelled load must leave as it was."""
     return (*snapshot(lora), lora.residency())
@@ -261,6 +271,35 @@ def test_a_source_that_waits_for_itself_is_refused(lora) -> None:
         lora.prefetch("x").result(60)
 
 
+def test_sources_that_wait_with_a_timeout_are_refused_before_it_is_over(lora, folders: dict[str, Path]) -> None:
+    both = threading.Barrier(2)
+    found = []
+
+    def needs(other: str) -> Any:
+        def source() -> Path:
+            both.wait(60)
+            found.append(lora.prefetch(other).exception(3600))
+            return folders["b"]
+
+        return source
+
+    lora.register("x", needs("y"))
+    lora.register("y", needs("x"))
+    errors = [handle.exception(60) for handle in [lora.prefetch("x"), lora.prefetch("y")]]
+    assert any(isinstance(error, hotslot.PoolError) and "itself" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("raised", [StopIteration("over"), StopAsyncIteration("over")], ids=lambda error: type(error).__name__)
+def test_the_end_of_a_sources_iterator_is_no_end_of_its_callers(raised: Exception, lora, folders: dict[str, Path]) -> None:
+    lora.register("x", Mistaken(raised))
+    before = state(lora)
+    for wait in (lora.promote, lambda name: asyncio.run(lora.aprefetch(name))):
+        with pytest.raises(hotslot.AdapterError, match=type(raised).__name__) as caught:
+            wait("x")
+        assert caught.value.__cause__ is not None
+    assert state(lora) == before
+
+
 # --- sharing and cancelling -------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +324,45 @@ def test_all_who_ask_for_one_name_share_one_load(lora, folders: dict[str, Path])
         assert [future.result(60) for future in routes] == [[1], [1]]
     assert gate.calls == 1 and lora.residency()["loading"] == []
     assert all(slot.ref_count == 0 for slot in lora.slots())
+
+
+def test_sources_that_hang_and_were_cancelled_take_no_worker_from_the_others(lora, folders: dict[str, Path]) -> None:
+    gates = [Gate(folders["b"]) for _ in range(5)]
+    with_turn: list[str] = []
+    try:
+        for index, gate in enumerate(gates):
+            lora.register(f"hangs{index}", gate)
+            lora.register(f"waits{index}", lambda index=index: with_turn.append(f"waits{index}") or folders["c"])
+        for first in range(0, 4, 2):  # two at a time, as many as there are workers
+            hanging = [lora.prefetch(f"hangs{index}") for index in (first, first + 1)]
+            assert all(gates[index].entered.wait(60) for index in (first, first + 1))
+            queued = lora.prefetch(f"waits{first}")
+            assert queued.progress.stage == "queued"
+            assert hanging[0].cancel()
+            assert queued.exception(60) is None
+            assert hanging[1].cancel()
+        assert with_turn == ["waits0", "waits2"]
+        # What was left alone does not add to the loads at once, now or when it ends.
+        for gate in gates[:4]:
+            gate.go.set()
+        lock, counts = threading.Lock(), [0, 0]
+
+        def counted() -> Path:
+            with lock:
+                counts[0] += 1
+                counts[1] = max(counts)
+            time.sleep(0.02)
+            with lock:
+                counts[0] -= 1
+            return folders["d"]
+
+        for name in NAMES[:8]:
+            lora.register(name, counted)
+        assert [handle.exception(60) for handle in [lora.prefetch(name) for name in NAMES[:8]]] == [None] * 8
+        assert counts == [0, 2]
+    finally:
+        for gate in gates:
+            gate.go.set()
 
 
 def test_cancelling_takes_back_one_share_and_the_last_one_ends_the_load(lora, folders: dict[str, Path]) -> None:

@@ -196,3 +196,14 @@ def test_options_of_peers_that_cannot_be_meant_are_refused_at_start(options: dic
 
     with pytest.raises((PoolError, PeerError), match=message), serving(tiny_model(), **options):
         pass
+
+
+def test_a_folder_that_appears_in_the_root_takes_the_place_of_what_a_peer_sent(home: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    with exporting(home) as first, serving(tiny_model(), peers=(first.service.exports.address,), adapter_root=str(root)) as second:
+        assert second.tokens("a", PROMPT, max_tokens=8) == alone(home, "a")
+        shutil.copytree(home / "adapters" / "c", tmp_path / "beside")
+        (tmp_path / "beside").rename(root / "a")
+        wait_for(lambda: second.tokens("a", PROMPT, max_tokens=8) == alone(home, "c") != alone(home, "a"), 30)
+        assert second.tokens("b", PROMPT, max_tokens=8) == alone(home, "b")

@@ -236,6 +236,34 @@ def test_a_full_disk_cache_is_no_reason_to_fail(model, folders, tmp_path: Path) 
         it.detach()
 
 
+@pytest.mark.parametrize("host_bytes", [0, BUDGET])
+@pytest.mark.parametrize("is_made_again", [True, False])
+def test_a_cache_folder_that_is_removed_under_load_is_made_again_or_done_without(
+    is_made_again: bool, host_bytes: int, model, folders, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    lora, ordinary = attached(model, Tiers(disk=cache, host_bytes=host_bytes)), attached(model)
+    lora.register("x", folders["plain"])
+    lora.promote("x")
+    lora.unload("x")
+    shutil.rmtree(cache)
+    if not is_made_again:
+        cache.write_text("in the way")
+    ordinary.load(folders["plain"], "x")
+    if lora._tiers.host is not None:
+        lora._tiers.host.clear()
+    lora.promote("x")
+    assert held(lora, "x") == held(ordinary, "x")
+    assert torch.equal(output(lora, "x"), output(ordinary, "x"))
+    warnings = [warning for warning in lora.reports["x"].warnings if "disk cache" in warning]
+    if is_made_again:
+        assert warnings == [] and packed_file(cache).stat().st_size > 0
+    else:
+        assert len(warnings) == 1 and str(cache) in warnings[0] and cache.read_text() == "in the way"
+    for it in (lora, ordinary):
+        it.detach()
+
+
 def test_a_folder_that_cannot_be_a_cache_is_refused_and_the_model_left_alone(model, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     served = copy.deepcopy(model)

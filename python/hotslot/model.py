@@ -24,7 +24,7 @@ from .hooks import Process
 from .lease import Lease
 from .loader import Loader, Way
 from .ops import DTYPE_CODES
-from .pool import PoolLimits, allocate, check_extras, check_limits
+from .pool import PoolLimits, allocate, check_extras, check_limits, listed
 from .promoter import Promoter
 from .registered import RegisteredAdapters
 from .report import LoadReport
@@ -82,7 +82,8 @@ def attach(
         The attached model's adapters. Everything is allocated here and nothing grows with use.
 
     Raises:
-        PoolError: The model is attached already, or `max_loras` has no room for the startup adapters.
+        PoolError: The model is attached already, `max_loras` has no room for the startup adapters, or one thing is where a list or
+            a dict belongs.
         RouteError: `sites` names no layer, or one that hooks cannot serve.
         AdapterError: A startup adapter, or one of `room_for`, is refused; the model is left unattached.
         DeviceError: A GPU cannot be used, or some layers run on the CPU and some on a GPU; the model is left unattached.
@@ -98,7 +99,10 @@ def attach(
     """
     if not isinstance(model, torch.nn.Module):
         raise PoolError(f"attach takes a torch.nn.Module; found {type(model).__name__}")
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise PoolError(f"adapters is a {type(adapters).__name__}; expected a dict, name -> PEFT folder or (tensors, config)")
     startup = dict(adapters or {})
+    later = listed("room_for", room_for, "PEFT folders or (tensors, config)")
     check_limits(max_loras, max_rank, pool_dtype, len(startup))
     if unrouted not in ("base", "error"):
         raise RouteError(f"unrouted={unrouted!r}; expected 'base' or 'error'")
@@ -106,8 +110,8 @@ def attach(
         raise PoolError(f"tiers={tiers!r}; expected a hotslot.Tiers, or None for no tiers")
     with_experts = os.environ.get("HOTSLOT_LORA_EXPERTS") == "1" if experts is None else experts
     check_extras(0 if extras_bytes is None else extras_bytes, with_experts)
-    sites = sites if isinstance(sites, str) else list(sites)
-    expected = [*startup.values(), *room_for]
+    sites = sites if isinstance(sites, str) else listed("sites", sites, "layer names")
+    expected = [*startup.values(), *later]
     wanted = wanted_sites(expected, model)
     chosen = choose(model, sites, wanted, extras=wanted.has_extras or bool(extras_bytes), experts=with_experts)
     check_attachable(model, chosen)

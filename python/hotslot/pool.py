@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -211,3 +212,18 @@ def _plan(sites: Sequence[Site], max_loras: int, max_rank: int, pool_dtype: str,
     # A place begins at a 256-byte boundary, as a slot does.
     place = -(-extras_bytes // 256) * 256
     return PoolPlan(max_loras, max_rank, pool_dtype, len(sites), slot, slot * max_loras, tables, place * max_loras)
+
+
+def listed(name: str, found: Any, members: str) -> list[Any]:
+    """An argument of `attach` that is a list of something.
+
+    A text or a dict would be taken apart into letters or keys, and a pair of tensors and config into two adapters.
+
+    Raises:
+        PoolError: It is one thing rather than a list of them.
+    """
+    is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Mapping)
+    if is_pair or isinstance(found, (str, bytes, os.PathLike, Mapping)) or not isinstance(found, Iterable):
+        kind = "one (tensors, config)" if is_pair else f"a {type(found).__name__}"
+        raise PoolError(f"{name} is {kind}; expected a list of {members}")
+    return list(found)

@@ -94,12 +94,21 @@ class Load:
         name: The adapter's name.
         target: Where it ends.
         work: Does it; called on a worker thread with this load, for `check`, `outside`, `commit` and `report`.
+        on_left_alone: Called with this load when it is stopped while its source works, which then goes on for nobody.
     """
 
-    def __init__(self, name: str, target: Target, work: Callable[[Load], Landed]) -> None:
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        work: Callable[[Load], Landed],
+        on_left_alone: Callable[[Load], None] = lambda _: None,
+    ) -> None:
         self.name = name
         self.target = target
         self._work = work
+        self._on_left_alone = on_left_alone
+        self._is_left_alone = False
         self._mutex = threading.Lock()
         self._handles: list[Promotion] = []
         self._state: Literal["queued", "running", "outside", "committed", "ended"] = "queued"
@@ -133,6 +142,7 @@ class Load:
             else:
                 self._handles.remove(handle)
                 ended = [handle]
+        self._tell_if_left_alone()
         for cancelled in ended:
             cancelled._finish(None, CancelledError(f"the load of {self.name!r} was cancelled"))
         return True
@@ -141,6 +151,7 @@ class Load:
         """End the load for all who wait, as soon as nothing of it is held any more."""
         with self._mutex:
             ended = self._begin_stop(reason) if self._state not in ("committed", "ended") and self._stop is None else []
+        self._tell_if_left_alone()
         for handle in ended:
             handle._finish(None, reason)
 
@@ -174,14 +185,12 @@ class Load:
         _worked_on().append(self)
         try:
             landed = self._work(self)
+        except (StopIteration, StopAsyncIteration) as caught:  # would end a caller's loop, and no coroutine may raise it
+            error = self._no_error_of_an_adapter(caught)
         except Exception as caught:
             error = caught
         except BaseException as caught:
-            error = AdapterError(
-                f"the load of {self.name!r} was ended by {type(caught).__name__}({caught}), which is no error of an adapter; "
-                "expected its source to return or to raise an Exception"
-            )
-            error.__cause__ = caught
+            error = self._no_error_of_an_adapter(caught)
         finally:
             _worked_on().pop()
         with self._mutex:
@@ -195,6 +204,14 @@ class Load:
             handles = self._end()
         for handle in handles:
             handle._finish(landed, error)
+
+    def _no_error_of_an_adapter(self, caught: BaseException) -> AdapterError:
+        error = AdapterError(
+            f"the load of {self.name!r} was ended by {type(caught).__name__}({caught}), which is no error of an adapter; "
+            "expected its source to return or to raise an Exception of its own"
+        )
+        error.__cause__ = caught
+        return error
 
     def run_on_worker(self) -> None:
         """As `run`, on a thread whose trade it is."""
@@ -250,6 +267,11 @@ class Load:
             with self._mutex:
                 self._on_stop = None
 
+    def _tell_if_left_alone(self) -> None:
+        """Pass on that the source works for nobody; without the mutex, for whoever is told has locks of his own."""
+        if self._is_left_alone:
+            self._on_left_alone(self)
+
     def report(self, stage: Stage, total: int = 0, count: Callable[[], int] | None = None) -> None:
         """Say what is done now: a stage of `total` bytes, of which `count` tells how many have arrived."""
         arrived = count or (lambda: 0)
@@ -262,6 +284,7 @@ class Load:
         self._stop = reason
         if self._on_stop is not None:
             self._on_stop()
+        self._is_left_alone = self._state == "outside"
         return self._end() if self._state in ("queued", "outside") else []
 
     def _end(self) -> list[Promotion]:
@@ -336,12 +359,15 @@ class Promotion:
             PoolError: This is a source's thread, and that load waits for it.
         """
         self._process.check()
-        if timeout is None and is_worker():
-            self._load.run()
-            with _waiting_for(self._load):
-                return self._future.exception()
+        waiting: AbstractContextManager[None] = nullcontext()
+        if is_worker() and not self.done():
+            if timeout is None:
+                self._load.run()
+            if timeout is None or timeout > 0:
+                waiting = _waiting_for(self._load)
         try:
-            return self._future.exception(timeout)
+            with waiting:
+                return self._future.exception(timeout)
         except FutureTimeoutError:
             progress = self.progress
             raise TimeoutError(

@@ -49,7 +49,7 @@ class Tiers:
         transport: "tcp", or "nixl" for RDMA and NVLink (falls back to tcp for what it cannot read).
         verify: "full" checks the content's hash; "fast" only checksums, for a network of one's own.
         peer_seconds: How long a transfer may take beside what its bytes take at 50 MB/s.
-        max_loads: Loads at once on worker threads.
+        max_loads: Loads at once on worker threads; a callable that goes on after its load was cancelled does not count.
 
     Raises:
         PoolError, PeerError: A field is out of range.

@@ -99,6 +99,8 @@ class Loader:
                 source = self._sources.source_of(name, ask=True)
                 if source.kind == "folder":
                     self.note_root(name, source.path, identity_of(source.path))
+                elif source.kind == "peer" and (folder := self._sources.root_folder(name)) is not None:
+                    self.note_root(name, folder, None)  # a folder that appears comes first from then on
                 else:
                     self._from_root.pop(name, None)
                 with self._metrics.load(name):
@@ -165,7 +167,7 @@ class Loader:
         self._from_root[name] = path, identity
 
     def from_root(self) -> dict[str, tuple[str, Hashable | None]]:
-        """The resident names that came from the adapter root: folder, and files when the load began."""
+        """The resident names that come from the adapter root, now or once a folder is there: that, and its files as loaded."""
         slot_of = self._lora.weights.slot_of
         return {name: found for name, found in list(self._from_root.items()) if slot_of(name) is not None}
 

@@ -223,6 +223,10 @@ class Sources:
         self._versions[name] = found = self._versions.get(name, 0) + 1
         return found
 
+    def root_folder(self, name: str) -> str | None:
+        """Where a name's folder would be in the adapter root, whether it is there or not."""
+        return None if self._root is None or not self.is_name(name) else str(self._root / name)
+
     def _in_root(self, name: str) -> AdapterSource | None:
         if self._root is None or not self.is_name(name):
             return None

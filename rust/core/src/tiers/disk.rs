@@ -21,6 +21,9 @@ const TEMP_SUFFIX: &str = ".packed.tmp";
 /// How long a writer waits for another that writes the same adapter.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// How often one put makes a folder that somebody removes under it.
+const MAX_REMOVALS: usize = 3;
+
 /// What a put did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stored {
@@ -35,7 +38,8 @@ pub struct Stored {
 /// Each file is written beside its place, synced and then renamed, so that what is there is whole; it is never written again.
 /// Any number of processes may share a folder. Who finds a file damaged, or another's under its name, removes it and has missed.
 ///
-/// A handle without state: clones, and other objects of one folder, are one cache.
+/// A handle without state: clones, and other objects of one folder, are one cache. A folder that is removed is an empty cache; the next
+/// put makes it again.
 ///
 /// # Examples
 /// ```
@@ -85,19 +89,8 @@ impl DiskCache {
     /// # Errors
     /// [`Error::DiskCache`] if it cannot be made or read, or anybody may write into it.
     pub fn open(folder: &Path, capacity: u64) -> Result<Self> {
-        let failed = |call| move |error: std::io::Error| io_error(folder, call, &error);
-        DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed("create"))?;
-        let folder = folder.canonicalize().map_err(failed("open"))?;
-        let metadata = fs::metadata(&folder).map_err(failed("stat"))?;
-        if metadata.mode() & 0o002 != 0 {
-            // What it says of its content is taken on trust: only the checksums can be verified.
-            return Err(Error::DiskCache {
-                path: folder.display().to_string(),
-                call: "open",
-                found: "a folder that every user may write into".to_owned(),
-                code: libc::EPERM,
-            });
-        }
+        make_folder(folder)?;
+        let folder = folder.canonicalize().map_err(|error| io_error(folder, "open", &error))?;
         let cache = Self { folder, capacity };
         for listed in cache.list()?.into_iter().filter(|listed| listed.is_temp) {
             remove_stale(&listed.path);
@@ -200,13 +193,29 @@ impl DiskCache {
     /// [`Error::TierRoom`] if it does not fit the budget, [`Error::DiskCache`] if the disk is full or fails. No file has changed then
     /// (but for older ones that left to make room), and nothing is left of what was written.
     pub fn put(&self, packed: &PackedAdapter) -> Result<Stored> {
-        let (key, json) = (packed.key(), packed.header().to_json());
+        let json = packed.header().to_json();
         let needed = file::file_bytes(json.len(), packed.contents().nbytes);
         if needed > self.capacity {
             return Err(Error::TierRoom { tier: "disk", needed, room: self.capacity });
         }
-        let path = self.path_of(&key);
         let give_up = Instant::now() + PATIENCE;
+        let mut num_removals = 0;
+        loop {
+            match self.put_into_folder(packed, &json, needed, give_up) {
+                // Somebody removed the folder; ENOENT can mean nothing else here.
+                Err(Error::DiskCache { code: libc::ENOENT, .. }) if num_removals < MAX_REMOVALS => {
+                    num_removals += 1;
+                    make_folder(&self.folder)?;
+                }
+                done => return done,
+            }
+        }
+    }
+
+    /// [`put`](Self::put) while the folder is there.
+    fn put_into_folder(&self, packed: &PackedAdapter, json: &str, needed: u64, give_up: Instant) -> Result<Stored> {
+        let key = packed.key();
+        let path = self.path_of(&key);
         loop {
             if self.find(&key)?.is_some() {
                 return Ok(Stored { was_there: true, num_evicted: 0 });
@@ -221,7 +230,7 @@ impl DiskCache {
             if self.contains(&key) {
                 continue;
             }
-            return self.write(&temp, &path, packed, &json, needed);
+            return self.write(&temp, &path, packed, json, needed);
         }
     }
 
@@ -311,7 +320,11 @@ impl DiskCache {
     fn list(&self) -> Result<Vec<Listed>> {
         let failed = |error: std::io::Error| io_error(&self.folder, "list", &error);
         let mut found = HashMap::new();
-        for entry in fs::read_dir(&self.folder).map_err(failed)? {
+        let entries = match fs::read_dir(&self.folder) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(failed)?,
+        };
+        for entry in entries {
             let path = entry.map_err(failed)?.path();
             let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
             let is_temp = name.starts_with('.') && name.ends_with(TEMP_SUFFIX);
@@ -327,6 +340,23 @@ impl DiskCache {
         }
         Ok(found.into_values().collect())
     }
+}
+
+/// Makes a cache's folder, unless it is there.
+fn make_folder(folder: &Path) -> Result<()> {
+    let failed = |call| move |error: std::io::Error| io_error(folder, call, &error);
+    DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed("create"))?;
+    let metadata = fs::metadata(folder).map_err(failed("stat"))?;
+    if metadata.mode() & 0o002 != 0 {
+        // What it says of its content is taken on trust: only the checksums can be verified.
+        return Err(Error::DiskCache {
+            path: folder.display().to_string(),
+            call: "open",
+            found: "a folder that every user may write into".to_owned(),
+            code: libc::EPERM,
+        });
+    }
+    Ok(())
 }
 
 /// The file that a writer fills. Locked as long as its writer lives; removed when this is dropped.
