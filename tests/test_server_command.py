@@ -262,3 +262,8 @@ def test_a_device_that_there_is_not_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path)
     with pytest.raises(PoolError, match="--device 'foo' cannot be used"):
         load_model(settings(model=str(tmp_path), device="foo"))
+
+
+def test_settings_do_not_show_their_secrets() -> None:
+    shown = repr(settings(admin_token="secret-token", api_keys=("secret-key",), peer_token="secret-peer"))
+    assert "secret" not in shown

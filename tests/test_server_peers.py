@@ -187,6 +187,8 @@ def test_with_certificates_only_those_of_the_authority_are_served(home: Path, tm
         ({"serve_peers": "nonsense"}, "expected HOST:PORT"),
         ({"serve_peers": "0.0.0.0:0"}, "loopback, a token"),
         ({"peer_cert": "x"}, "belong together"),
+        ({"serve_peers": "127.0.0.1:0", "peer_ca": __file__}, "served without TLS"),
+        ({"peers": ("127.0.0.1:1",), "peer_cert": __file__, "peer_key": __file__}, "asked without TLS"),
         ({"peer_ca": "/nowhere"}, "is no file"),
         ({"peer_token": "two words"}, "visible ASCII"),
     ],

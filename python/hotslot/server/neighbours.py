@@ -118,6 +118,8 @@ class Neighbours:
                 offers = {offer.name: offer for offer in found[:_MAX_NAMES] if self._is_name(offer.name)}
             except HotslotError as error:
                 failure = str(error)
+            except Exception as error:  # the thread goes on: what ended it would leave this peer unasked for good
+                failure = f"{type(error).__name__}: {error}"
             if failure is not None and peer.failure is None:
                 _LOG.warning("a peer does not answer", extra={"facts": {"peer": peer.address, "reason": failure}})
             elif failure is None and (peer.failure is not None or not peer.rounds):

@@ -49,7 +49,8 @@ class Settings:
         disk_cache: Folder of the disk cache, which servers of one machine share; None for none.
         peers: Addresses (`host:port`) of servers whose adapters are served here too; asked in this order.
         peer_token: What peers want as bearer token, and what this server wants of them.
-        peer_ca, peer_cert, peer_key: PEM files for TLS between peers: whom to trust, and who this is; both ends have all three.
+        peer_ca, peer_cert, peer_key: PEM files for TLS between peers: whom to trust, and who this is. Who asks needs the first, who
+            serves the others; with all three on both ends each knows the other.
         serve_peers: Where (`host:port`) other servers can read the adapters in this one's slots and host tier; None for nowhere.
         dtype: Of the model's weights: "auto", "float32", "bfloat16", "float16".
         device: The model's device.
@@ -73,8 +74,8 @@ class Settings:
     served_model_name: str | None = None
     lora_modules: dict[str, str] = field(default_factory=dict)
     adapter_root: str | None = None
-    admin_token: str | None = None
-    api_keys: tuple[str, ...] = ()
+    admin_token: str | None = field(default=None, repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_loras: int = 8
     max_lora_rank: int = 64
     pool_dtype: str = "bfloat16"
@@ -141,6 +142,11 @@ class Settings:
             self.export_address()
         if (self.peer_cert is None) != (self.peer_key is None):
             raise PoolError("--peer-cert and --peer-key belong together; give both, or neither")
+        # Half of TLS would be plain HTTP in one direction, with the token in clear.
+        if self.serve_peers is not None and self.peer_ca is not None and self.peer_cert is None:
+            raise PoolError("--peer-ca is given, and peers would be served without TLS; give --peer-cert and --peer-key too")
+        if self.peers and self.peer_cert is not None and self.peer_ca is None:
+            raise PoolError("--peer-cert is given, and peers would be asked without TLS; give --peer-ca too")
         for flag, path in (("ca", self.peer_ca), ("cert", self.peer_cert), ("key", self.peer_key)):
             if path is not None and not os.path.isfile(path):
                 raise PoolError(f"--peer-{flag} {path!r} is no file; expected a PEM file")

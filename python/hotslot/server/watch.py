@@ -48,6 +48,8 @@ class RootWatch:
         with suppress(Problem), service.sources.changing(name) as before:
             if before is not None:  # loaded by call meanwhile: what that said counts
                 return
+            if service.loader.from_root().get(name, (path, now)) == (path, now):  # an earlier look's job did it, or it is gone
+                return
             if now is None:
                 service.admission.forget(name, unknown_model(name, service.sources.names()))
                 with suppress(AdapterNotFoundError):

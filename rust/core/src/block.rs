@@ -143,7 +143,14 @@ impl Pages {
     /// Ends the process if there is no such memory, as the allocator does.
     fn new(len: usize) -> Self {
         // Room to begin at a huge page.
-        let mapped = if len < Self::HUGE { len } else { len.next_multiple_of(Self::HUGE) + Self::HUGE };
+        let rounded = if len < Self::HUGE {
+            Some(len)
+        } else {
+            len.checked_next_multiple_of(Self::HUGE).and_then(|whole| whole.checked_add(Self::HUGE))
+        };
+        let Some(mapped) = rounded.filter(|&mapped| isize::try_from(mapped).is_ok()) else {
+            handle_alloc_error(Layout::new::<u8>());
+        };
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: asks for fresh memory at no particular address.
         let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped, protection, flags, -1, 0) };

@@ -12,6 +12,7 @@ use serde::de::DeserializeOwned;
 use ureq_proto::BodyMode;
 
 use crate::address::PeerAddress;
+use crate::background::step_back;
 use crate::clock::Clock;
 use crate::connection::{Answer, Connection, TlsTarget};
 use crate::error::{PeerError, PeerErrorKind, Result, excerpt};
@@ -302,7 +303,10 @@ impl PeerClient {
         let queue = HashQueue::new(Checker::new(&lease.facts, self.options.verify), progress);
         let received = thread::scope(|scope| {
             let hashing = thread::Builder::new().name("hotslot-verify".to_owned());
-            let hashing = hashing.spawn_scoped(scope, || queue.work());
+            let hashing = hashing.spawn_scoped(scope, || {
+                step_back();
+                queue.work();
+            });
             let received = self.receive(lease, landing, progress, clock, |piece| queue.push(piece));
             queue.close();
             queue.hash_waiting();

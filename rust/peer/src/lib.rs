@@ -41,6 +41,7 @@
 //! ```
 
 mod address;
+mod background;
 mod blob;
 mod client;
 mod clock;

@@ -19,6 +19,7 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
 use crate::address::is_loopback;
+use crate::background::step_back;
 use crate::error::{PeerError, PeerErrorKind, Result};
 use crate::exports::Exports;
 use crate::guarded::{Deadline, Guarded};
@@ -176,7 +177,10 @@ impl PeerServer {
         };
         let thread = std::thread::Builder::new()
             .name("hotslot-peer".to_owned())
-            .spawn(move || runtime.block_on(door.serve(listener, stopped)))
+            .spawn(move || {
+                step_back();
+                runtime.block_on(door.serve(listener, stopped));
+            })
             .map_err(|error| bind(&error))?;
         Ok(Self {
             address,
