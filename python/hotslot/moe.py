@@ -8,7 +8,8 @@ calls the module's own; nothing of it is part of a state_dict, and `detach` take
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,18 +105,19 @@ class ExpertsForward(RoutedForward):
         )
 
     def _routed(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = partial(self._own, *args, **kwargs)
         adapted = [any(self.path in route.contents[slot].experts for slot, _ in entries) for entries in route.rows]
         if not any(adapted) and not route.is_captured:
-            return self._own(*args, **kwargs)
+            return run()
         x, index, weights = _expert_arguments(args, kwargs)
         # Any expert's last projection has the width of the input.
         self._hooks[0, "down_proj"].check(x, x, route)
-        backend = self._lora.backend
+        tokens, backend = x.reshape(-1, x.shape[-1]), self._lora.backend
         if backend is not None and not self._needs_grad(x, weights):
             # A layer that no token came to has nothing to launch.
-            return self._on_device(backend, route, args, kwargs) if index.numel() else self._own(*args, **kwargs)
-        out = self._own(*args, **kwargs)
-        flat, tokens = out.reshape(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
+            return self._on_device(backend, route, run, tokens, index, weights) if index.numel() else run()
+        out = run()
+        flat = out.reshape(-1, out.shape[-1])
         parts = []
         for row, begin, end in route.spans(len(flat), self.path):
             span = slice(begin, end)
@@ -128,20 +130,27 @@ class ExpertsForward(RoutedForward):
         tensors = (x, weights, *self._module.parameters(recurse=False))
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
-    def _on_device(self, backend: DeviceBackend, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        x, index, weights = _expert_arguments(args, kwargs)
-        tokens, index = x.reshape(-1, x.shape[-1]), index.to(torch.int64).contiguous()
+    def _on_device(
+        self,
+        backend: DeviceBackend,
+        route: Route,
+        run: Callable[[], torch.Tensor],
+        tokens: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        index = index.to(torch.int64).contiguous()
         name = known_implementation(self._module)
         if name is not None and name not in self._unserved:
             widths = self._hooks[0, "gate_up_proj"].out_features, self._hooks[0, "down_proj"].out_features
             step = route.step_of(route.plan)
             with AddToExperts(backend, self.sites, step, tokens, index, widths, is_grouped=name == "grouped_mm") as mode:
-                found: torch.Tensor = self._own(*args, **kwargs)
+                found = run()
             if mode.is_done:
                 return found
             # It is another version's, or one without products of all pairs: what was added to is of no use.
             self._unserved.add(name)
-        out = self._own(*args, **kwargs)
+        out = run()
         return self._anew(backend, route, out.reshape(-1, out.shape[-1]), tokens, index, weights).view(out.shape)
 
     def _anew(

@@ -15,7 +15,8 @@ import torch
 import hotslot
 from hotslot.ops import cubins, cuda
 
-from . import golden, run_gpu
+from . import golden, mixture, run_gpu
+from .captured import Place
 from .emulated import EmulatedLauncher
 from .recorded import HostReadError, Recorded, no_host_reads
 from .test_attached import Device
@@ -62,7 +63,7 @@ class RecordedModel:
         return found.clone()
 
 
-class Emulator(run_gpu.Place):
+class Emulator(Place):
     """The emulator in place of a device."""
 
     device = "cpu"
@@ -87,7 +88,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
 
 
 def test_the_scripts_checks_pass_on_the_emulator(emulator: Emulator) -> None:
-    for checks, count in ((run_gpu.graphs(emulator, 64), 8), (run_gpu.experts(emulator), 3 * 2 * 15 + 3 * 8)):
+    for checks, count in ((run_gpu.graphs(emulator, 64), 8), (mixture.experts(emulator), 3 * 2 * 15 + 3 * 8)):
         assert len(checks) == count and [name for name, ok in checks.items() if not ok] == []
 
 
@@ -96,13 +97,13 @@ def test_the_script_notices_kernels_that_add_nothing(
     dtype: torch.dtype, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hotslot.ops.experts.ExpertLaunches.add_second", lambda *_: None)
-    wrong = [name for name, ok in run_gpu.expert_values(dtype, place=emulator).items() if not ok]
+    wrong = [name for name, ok in mixture.expert_values(dtype, place=emulator).items() if not ok]
     assert len(wrong) == 9 and all(" is within " in name for name in wrong)
 
 
 def test_the_scripts_experts_need_no_host_themselves() -> None:
     """A graph of them could not be captured otherwise."""
-    model = run_gpu.MixtureModel(1, 32, 16, 4, 2)
+    model = mixture.MixtureModel(1, 32, 16, 4, 2)
     x = torch.randn(3, 1, 32)
     with torch.no_grad(), no_host_reads():
         assert model(x).shape == x.shape

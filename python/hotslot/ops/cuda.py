@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .step import Step
 
 # As in bgmv.cu.
-_THREADS = (128, 1, 1)
+THREADS = (128, 1, 1)
 _ROWS, _STEP, _TILE_RANKS, _TILE_COLUMNS, _MAX_COLUMNS = 8, 1024, 64, 256, 512
 _SITE_BYTES = 48
 
@@ -218,13 +218,13 @@ class Launches:
         """Enqueue h = x A^T of all members; `x` is the address of contiguous rows."""
         for launch in self._shrinks:
             launch.arguments.set(launch.pointer, x)
-            launch.kernel.launch(launch.grid, _THREADS, 0, stream, launch.arguments)
+            launch.kernel.launch(launch.grid, THREADS, 0, stream, launch.arguments)
 
     def expand(self, member: int, out: int, stream: int) -> None:
         """Enqueue out += h B^T of one member; `out` is the address of contiguous rows."""
         for launch in self._expands[member]:
             launch.arguments.set(launch.pointer, out)
-            launch.kernel.launch(launch.grid, _THREADS, 0, stream, launch.arguments)
+            launch.kernel.launch(launch.grid, THREADS, 0, stream, launch.arguments)
 
     def _by_item(self, items: int, code: int, per_row: int, owners: int, pairs: Pairs | None) -> None:
         group, step, kernels = self.group, self.step, self.group.kernels

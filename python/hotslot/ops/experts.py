@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .cuda import Launches, Pairs
+from .cuda import THREADS, Launches, Pairs
 from .launcher import Arguments
 
 if TYPE_CHECKING:
     from .cuda import Group
     from .step import Step
 
-_THREADS = (128, 1, 1)
 _TOKENS = 4  # of a block of hotslot_pairs
 _ITEM_BYTES = (4, 2, 2)  # by element type
 
@@ -98,7 +97,7 @@ class ExpertLaunches:
         """
         for argument, address in ((0, index), (13, places), (17, adapted)):
             self._arguments.set(argument, address)
-        self._kernel.launch(self._grid, _THREADS, 0, stream, self._arguments)
+        self._kernel.launch(self._grid, THREADS, 0, stream, self._arguments)
 
     def add_first(self, x: int, out: int, stream: int) -> None:
         """Enqueue the adapters' part of the first projection: `x` is of rows of tokens, `out` of rows of pairs."""

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from ..server.body import read_body
 from ..server.problems import Problem
 from .exchange import Asked, Began, Piece
+from .gathering import gathered
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -82,8 +83,6 @@ class Ingress:
         return name
 
     async def _metrics(self) -> Response:
-        from .gathering import gathered
-
         try:
             found = await self._replicas.broadcast("metrics").results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         except (DeploymentUnavailableError, TimeoutError) as error:

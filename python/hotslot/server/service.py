@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 from ..errors import AdapterNotFoundError, HotslotError, PoolError, PoolFullError, SlotBusyError
 from ..model import attach
 from ..pool import plan
-from ..tiers import PeerTls
 from .admission import Admission
 from .checkpoint import cache_bytes, end_tokens, load_model, num_tokens, served_length
 from .engine import EngineLimits, build
@@ -393,9 +392,7 @@ class Service:
 
     def _export(self, host: str, port: int) -> PeerServer:
         """Let other servers read what this one holds, with their token, and their certificates where there is an authority."""
-        settings = self.settings
-        tls = PeerTls(ca=settings.peer_ca, certificate=settings.peer_cert, key=settings.peer_key) if settings.peer_cert else None
-        server = self.lora.serve_peers(host, port, token=settings.peer_token, tls=tls)
+        server = self.lora.serve_peers(host, port, token=self.settings.peer_token, tls=self.settings.peer_tls)
         _LOG.info("serving peers", extra={"facts": {"address": server.address}})
         return server
 

@@ -157,20 +157,25 @@ class Settings:
         """What requests call the base model."""
         return self.served_model_name or self.model
 
+    @property
+    def peer_tls(self) -> PeerTls | None:
+        """How connections with peers are encrypted, in both directions; None for plain HTTP."""
+        if self.peer_ca is None and self.peer_cert is None:
+            return None
+        return PeerTls(ca=self.peer_ca, certificate=self.peer_cert, key=self.peer_key)
+
     def tiers(self) -> Tiers:
         """Where adapters are looked for before their folder is read.
 
         Raises:
             PoolError, PeerError: An option is out of range.
         """
-        # A client without an authority to trust speaks plain HTTP, whatever certificate it has.
-        tls = PeerTls(ca=self.peer_ca, certificate=self.peer_cert, key=self.peer_key) if self.peer_ca else None
         return Tiers(
             host_bytes=self.host_bytes,
             disk=self.disk_cache,
             peers=self.peers,
             peer_token=self.peer_token,
-            peer_tls=tls,
+            peer_tls=self.peer_tls,
             max_loads=self.load_threads,
         )
 

@@ -100,9 +100,7 @@ class Sources:
             known = self._known.get(name)
             if known is not None or name in self._hidden:
                 return known
-        if not self.is_name(name):
-            return None
-        return self._in_root(name) or self._at_peers(name, ask=ask)
+        return self._elsewhere(name, ask=ask)
 
     def source_of(self, name: str, *, ask: bool = False) -> AdapterSource:
         """The source of a name.
@@ -209,7 +207,7 @@ class Sources:
 
     def forget(self, name: str) -> bool:
         """Serve a name no more; False if it was not served."""
-        elsewhere = self.is_name(name) and (self._in_root(name) or self._at_peers(name, ask=False)) is not None
+        elsewhere = self._elsewhere(name, ask=False) is not None
         with self._mutex:
             known = self._known.pop(name, None)
             was_listed = elsewhere and name not in self._hidden
@@ -226,6 +224,10 @@ class Sources:
     def root_folder(self, name: str) -> str | None:
         """Where a name's folder would be in the adapter root, whether it is there or not."""
         return None if self._root is None or not self.is_name(name) else str(self._root / name)
+
+    def _elsewhere(self, name: str, *, ask: bool) -> AdapterSource | None:
+        """The source of a name that neither the start nor a call gave: the root, then peers."""
+        return self._in_root(name) or self._at_peers(name, ask=ask) if self.is_name(name) else None
 
     def _in_root(self, name: str) -> AdapterSource | None:
         if self._root is None or not self.is_name(name):
