@@ -2,8 +2,9 @@
 
     python benches/soak_server.py --minutes 30              BENCH_RESULTS names another file for the results
 
-Each adapter is asked once before, since metrics and the like keep something for each name. From then on no request may fail, and
-resident memory must be flat after the first fifth; else the exit status is 1.
+Before, each adapter is asked once, since metrics and the like keep something for each name, and a flood fills every row of the
+batch, since the memory of the largest step stays with the process. From then on no request may fail, and resident memory must be
+flat after the first fifth; else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import time
 from pathlib import Path
 
 import harness
-from served import hotslot_server, model_folder, resident, write_adapters
+from served import NUM_ROWS, hotslot_server, model_folder, resident, write_adapters
 
 from hotslot.server.bench import Client, Load, measure
 
 ALLOWED = 8 << 20
 WARM_UP = 0.2
 CHUNK_SECONDS = 15.0
+FLOOD = 8 * NUM_ROWS
 
 
 def main() -> int:
@@ -42,6 +44,8 @@ def main() -> int:
             client = Client(url)
             for name in names:
                 asyncio.run(client.ask(name, Load(max_tokens=2)))
+            flood = asyncio.run(measure(client, names, Load(FLOOD, 1.0, 1.0, given.tokens, "Once upon a time", -1, distinct=True)))
+            print(f"flood: {flood['requests']} requests, {flood['failed']} failed, {resident(pid) / 1e6:.1f} MB", flush=True)
             begun = time.monotonic()
             while (minutes := (time.monotonic() - begun) / 60) < given.minutes:
                 seed = len(curve)

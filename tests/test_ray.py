@@ -185,7 +185,10 @@ BAD = [
     ({"model": "m", "min_replicas": "3", "max_replicas": "2"}, "min_replicas is 3"),
     ({"model": "m", "ingress_replicas": "0"}, "ingress_replicas is 0"),
     ({"model": "m", "cpus": "-1"}, "cpus is -1"),
+    ({"model": "m", "cpus": "nan"}, "cpus is nan"),
+    ({"model": "m", "downscale_delay_s": "inf"}, "downscale_delay_s is inf"),
     ({"model": "m", "target_ongoing_requests": "0"}, "target_ongoing_requests is 0"),
+    ({"model": "m", "target_ongoing_requests": "nan"}, "target_ongoing_requests is nan"),
 ]
 
 

@@ -117,6 +117,11 @@ BAD = {
     "no_gguf": (["nowhere.gguf"], "there is no such file"),
     "cache_beyond_the_machine": (["MODEL", "--num-blocks", "2000000000"], "lower --num-blocks"),
     "nan_seconds": (["MODEL", "--drain-seconds", "nan"], "--drain-seconds is nan"),
+    "empty_admin_token": (["MODEL", "--admin-token", ""], "the admin token has 0 characters"),
+    "empty_peer_token": (["MODEL", "--peer-token", ""], "token"),
+    # Found before the model is looked for.
+    "open_to_strangers": (["nowhere", "--serve-peers", "0.0.0.0:0"], "nothing keeps strangers off"),
+    "open_to_strangers_v6": (["nowhere", "--serve-peers", "[::]:0"], "nothing keeps strangers off"),
     "root_missing": (["MODEL", "--adapter-root", "/nowhere"], "/nowhere"),
     "too_small": (["MODEL", "--num-blocks", "2"], "raise --num-blocks"),
 }

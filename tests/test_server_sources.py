@@ -326,6 +326,22 @@ def test_weights_that_are_replaced_in_the_root_are_served_and_bad_ones_never(tmp
         assert server.tokens("y", PROMPT) == new
 
 
+def test_weights_that_find_no_slot_for_now_are_tried_again(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotslot.server.service._INPLACE_SECONDS", 0)
+    shutil.copytree(root / "a", tmp_path / "x")
+    with serving(tiny_model(), adapter_root=str(tmp_path), max_loras=1) as server:
+        old, tries, replace = server.tokens("x", PROMPT), [], server.service.replace
+        monkeypatch.setattr(server.service, "replace", lambda *given: (tries.append(given), replace(*given))[1])
+        with server.service.lora.lease("x"):
+            shutil.copy(root / "b" / "adapter_model.safetensors", tmp_path / "x" / "next")
+            (tmp_path / "x" / "next").replace(tmp_path / "x" / "adapter_model.safetensors")
+            wait_for(lambda: len(tries) >= 2)
+            assert server.service.lora.weights.slot_of("x") is not None
+        wait_for(lambda: server.tokens("x", PROMPT) != old)
+        shutil.copytree(tmp_path / "x", tmp_path / "y")
+        assert server.tokens("y", PROMPT) == server.tokens("x", PROMPT)
+
+
 def test_an_adapter_that_is_removed_from_the_root_is_served_no_more_and_running_rows_end(tmp_path: Path, root: Path) -> None:
     shutil.copytree(root / "a", tmp_path / "x")
     with serving(tiny_model(), adapter_root=str(tmp_path), max_loras=2) as server:

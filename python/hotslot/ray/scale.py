@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..errors import PoolError
@@ -41,10 +42,10 @@ class Scale:
             raise PoolError(
                 f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; expected 0 <= min <= max and 1 <= max"
             )
-        if self.target_ongoing_requests is not None and self.target_ongoing_requests <= 0:
-            raise PoolError(f"target_ongoing_requests is {self.target_ongoing_requests}; expected more than 0")
+        if self.target_ongoing_requests is not None and not 0 < self.target_ongoing_requests < math.inf:
+            raise PoolError(f"target_ongoing_requests is {self.target_ongoing_requests}; expected a number, more than 0")
         for name in ("upscale_delay_s", "downscale_delay_s", "cpus", "gpus"):
-            if getattr(self, name) < 0:
-                raise PoolError(f"{name} is {getattr(self, name)}; expected at least 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PoolError(f"{name} is {getattr(self, name)}; expected a number, at least 0")
         if self.ingress_replicas < 1:
             raise PoolError(f"ingress_replicas is {self.ingress_replicas}; expected at least 1")

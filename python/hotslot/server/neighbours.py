@@ -18,7 +18,6 @@ _ROUND_SECONDS = 5.0
 # Requests for unknown names make a round come earlier, and no more often than this.
 _PAUSE_SECONDS = 0.25
 _ASK_SECONDS = 2.0
-_MAX_NAMES = 10_000
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Neighbours:
             offers, failure = peer.offers, None
             try:
                 found = [Offer(it.adapter, peer.address, it.cache_id) for it in exported(peer.client)]
-                offers = {offer.name: offer for offer in found[:_MAX_NAMES] if self._is_name(offer.name)}
+                offers = {offer.name: offer for offer in found if self._is_name(offer.name)}
             except HotslotError as error:
                 failure = str(error)
             except Exception as error:  # the thread goes on: what ended it would leave this peer unasked for good

@@ -98,13 +98,16 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """
     given: dict[str, Any] = {key: value for key, value in vars(options).items() if key in Settings.__dataclass_fields__}
     given["lora_modules"] = lora_modules(options.lora_modules)
-    given["admin_token"] = options.admin_token or os.environ.get("HOTSLOT_ADMIN_TOKEN") or None
+    # A flag that is there and empty is a variable that was not set: refused, where an empty environment means none.
+    if options.admin_token is None:
+        given["admin_token"] = os.environ.get("HOTSLOT_ADMIN_TOKEN") or None
     key = os.environ.get("HOTSLOT_API_KEY")
     given["api_keys"] = tuple(options.api_keys) or ((key,) if key else ())
     if any(address.startswith("https://") for address in options.peers) and not options.peer_ca:
         raise PoolError("a --peer has https://, and no --peer-ca says whom to trust; give the authority of the peers' certificates")
     given["peers"] = tuple(map(peer_address, options.peers))
-    given["peer_token"] = options.peer_token or read_token(options.peer_token_file)
+    if options.peer_token is None:
+        given["peer_token"] = read_token(options.peer_token_file)
     return Settings(**given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from dataclasses import dataclass, field
 
@@ -138,8 +139,11 @@ class Settings:
         for what, token in (("the admin token", self.admin_token), *(("an API key", key) for key in self.api_keys)):
             if token is not None and not is_token(token):
                 raise PoolError(f"{what} holds spaces, line ends or letters beyond ASCII; expected visible ASCII characters alone")
-        if self.serve_peers is not None:
-            self.export_address()
+        if self.serve_peers is not None and _is_beyond_loopback(self.export_address()[0]) and not (self.peer_token or self.peer_ca):
+            raise PoolError(
+                f"--serve-peers {self.serve_peers!r} is beyond loopback, and nothing keeps strangers off; give --peer-token, or "
+                "--peer-ca with --peer-cert and --peer-key"
+            )
         if (self.peer_cert is None) != (self.peer_key is None):
             raise PoolError("--peer-cert and --peer-key belong together; give both, or neither")
         # Half of TLS would be plain HTTP in one direction, with the token in clear.
@@ -189,3 +193,11 @@ class Settings:
         if not (is_address(self.serve_peers) or (port == "0" and is_address(f"{host}:1"))):
             raise PoolError(f"--serve-peers {self.serve_peers!r} is no address; expected HOST:PORT, such as 127.0.0.1:7070")
         return host.strip("[]"), int(port)
+
+
+def _is_beyond_loopback(host: str) -> bool:
+    """Whether a host is an address that others can reach; where a name leads is known when it is listened at."""
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -56,9 +56,11 @@ class RootWatch:
                     service.lora.unload(name, deferred=True)
                 service.metrics.events.add("removed", adapter=name)
                 return
-            service.loader.note_root(name, path, now)
             try:
                 service.replace(name, path)
             except Problem as problem:
-                # The old weights stay; the new ones are tried again when they have changed again.
+                # The old weights stay. Where the new ones are at fault, they are tried again when they have changed again.
                 _LOG.warning("a changed adapter was refused", extra={"facts": {"adapter": name, "reason": problem.message}})
+                if problem.retry_after is not None:
+                    return
+            service.loader.note_root(name, path, now)
