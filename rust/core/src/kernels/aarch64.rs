@@ -166,6 +166,11 @@ impl Lanes for Neon {
     unsafe fn prefetch(p: *const u8) {
         asm!("prfm pldl1keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
     }
+
+    #[inline(always)]
+    unsafe fn prefetch_far(p: *const u8) {
+        asm!("prfm pldl2keep, [{p}]", p = in(reg) p, options(nostack, preserves_flags, readonly));
+    }
 }
 
 pub(super) const NEON: Kernels = Kernels { shrink: shrink_neon, expand: expand_neon, epilogue: epilogue_neon };

@@ -11,7 +11,7 @@
 use super::ActDtype;
 use super::lanes::{Bf16, Elem, F16, LANES, Lanes, Weight};
 use super::work::{Buffer, ExpandJob};
-use super::{AHEAD, prefetch, touch};
+use super::{prefetch, touch};
 use crate::layout::{Dtype, padded};
 
 /// Floats of a panel: what stays in the first-level cache beside the tokens.
@@ -75,7 +75,7 @@ unsafe fn fill_panel<I: Lanes, W: Weight>(job: &ExpandJob, column: usize, last: 
     for part in job.member.parts_of(&job.span) {
         let row = padded(part.rank) * size_of::<W>();
         let b = part.b.add(column * row);
-        prefetch::<I>(part.b, column * row + AHEAD, LANES * row, job.member.out_features * row, job.next);
+        prefetch::<I>(part.b, column * row, LANES * row, job.member.out_features * row, job.next);
         let last = last.min(LANES);
         let mut at = 0;
         while at < row {
@@ -109,7 +109,7 @@ unsafe fn expand_one<I: Lanes, W: Weight, O: Elem, const ROW: usize>(job: &Expan
             let mut at = 0;
             while at < row {
                 let bytes = if I::HAS_TRANSPOSE8 && row - at >= 32 { 32 } else { 16 };
-                prefetch::<I>(part.b, column * row + at * 2 * LANES + AHEAD, bytes * 2 * LANES, end, job.next);
+                prefetch::<I>(part.b, column * row + at * 2 * LANES, bytes * 2 * LANES, end, job.next);
                 (low, high) = if bytes == 32 && ROW == 32 {
                     two_vectors::<I, W, 32, true>(b, row, h, low, high)
                 } else if bytes == 32 {

@@ -53,8 +53,12 @@ pub(super) trait Lanes: Copy {
     /// The two bf16 in every 32-bit lane, the one at the lower address first.
     unsafe fn split_bf16(v: Self::V) -> (Self::V, Self::V);
 
-    /// A hint that the line at `p` is read some microseconds from now. Any address will do.
+    /// A hint that the line at `p`, which some cache holds, is read soon. Any address will do.
     unsafe fn prefetch(p: *const u8);
+
+    /// A hint that the line at `p` is read from memory some microseconds from now: into the second-level cache, since the first has far
+    /// fewer requests under way at a time than memory needs. Any address will do.
+    unsafe fn prefetch_far(p: *const u8);
 }
 
 /// An element type in memory.

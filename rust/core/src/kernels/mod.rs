@@ -45,20 +45,27 @@ use crate::error::{Error, Result};
 use crate::layout::Dtype;
 use work::{Buffer, Member};
 
-/// Bytes by which fetching is ahead of reading where weights are read for the first time: more than a page, for the hardware
-/// does not look past one, and few enough to stay in the first-level cache.
+/// Bytes by which fetching from memory is ahead of reading: more than a page, for the hardware does not look past one, and few enough
+/// for the caches to keep them.
 const AHEAD: usize = 8 << 10;
 
-/// Fetches `bytes` from offset `at` of a block of weights that ends at `end`, and then goes on at `next`.
+/// Bytes by which fetching into the first-level cache is ahead of reading.
+const NEAR: usize = 1 << 10;
+
+/// Fetches what is `AHEAD` and `NEAR` of the `bytes` from offset `at` of a block of weights that ends at `end`, and then goes on at `next`.
 ///
 /// # Safety
 /// The instruction set is available.
 #[inline(always)]
 unsafe fn prefetch<I: lanes::Lanes>(block: *const u8, at: usize, bytes: usize, end: usize, next: *const u8) {
-    let p = if at < end { block.wrapping_add(at) } else { next.wrapping_add(at - end) };
+    let from = |at: usize| if at < end { block.wrapping_add(at) } else { next.wrapping_add(at - end) };
+    let (far, near) = (from(at + AHEAD), from(at + NEAR));
     for line in (0..bytes).step_by(64) {
         // SAFETY: the caller's promise.
-        unsafe { I::prefetch(p.wrapping_add(line)) };
+        unsafe {
+            I::prefetch_far(far.wrapping_add(line));
+            I::prefetch(near.wrapping_add(line));
+        }
     }
 }
 
@@ -71,7 +78,7 @@ unsafe fn prefetch<I: lanes::Lanes>(block: *const u8, at: usize, bytes: usize, e
 unsafe fn touch<I: lanes::Lanes>(next: *const u8) {
     for offset in (0..=AHEAD).step_by(4096) {
         // SAFETY: the caller's promise.
-        unsafe { I::prefetch(next.wrapping_add(offset)) };
+        unsafe { I::prefetch_far(next.wrapping_add(offset)) };
     }
 }
 

@@ -109,4 +109,7 @@ impl Lanes for Scalar {
 
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
+
+    #[inline(always)]
+    unsafe fn prefetch_far(_: *const u8) {}
 }

@@ -189,7 +189,7 @@ unsafe fn shrink_rows<I: Lanes, W: Weight, const T: usize, const R: usize, const
     let end = part.rank * stride * size_of::<W>();
     let bytes = R * STEP * size_of::<W>();
     // All R rows of the next tile lie within the distance.
-    let mut ahead = first * stride * size_of::<W>() + AHEAD.max(R * stride * size_of::<W>());
+    let mut at = first * stride * size_of::<W>() + (R * stride * size_of::<W>()).saturating_sub(AHEAD);
     let kept = tile.sums.add(first * T * STEP);
     let mut sums = [[[I::zero(); 2]; R]; T];
     if from > 0 {
@@ -206,8 +206,8 @@ unsafe fn shrink_rows<I: Lanes, W: Weight, const T: usize, const R: usize, const
             shrink_step::<I, W, T, R>(a.add(r * stride + c), tile, c, r, &mut sums);
         }
         if tile.is_first {
-            prefetch::<I>(part.a, ahead, bytes, end, next);
-            ahead += bytes;
+            prefetch::<I>(part.a, at, bytes, end, next);
+            at += bytes;
         }
         if FULL && first / R < T {
             let p = tile.later[first / R].wrapping_add(c * tile.later_size);

@@ -162,6 +162,11 @@ impl Lanes for Avx2 {
     unsafe fn prefetch(p: *const u8) {
         _mm_prefetch(p.cast(), _MM_HINT_T0);
     }
+
+    #[inline(always)]
+    unsafe fn prefetch_far(p: *const u8) {
+        _mm_prefetch(p.cast(), _MM_HINT_T1);
+    }
 }
 
 /// Sixteen bytes of each of rows `first` to `first + 3`.
@@ -325,6 +330,11 @@ impl Lanes for Avx512 {
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         _mm_prefetch(p.cast(), _MM_HINT_T0);
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch_far(p: *const u8) {
+        _mm_prefetch(p.cast(), _MM_HINT_T1);
     }
 }
 
