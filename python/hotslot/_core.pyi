@@ -767,6 +767,9 @@ class PeerLease:
     @property
     def header(self) -> str: ...
     @property
+    def summary(self) -> str:
+        """The header's `cache_id`, `base`, `config` and `extras`, as JSON: a hundredth of its length."""
+    @property
     def nbytes(self) -> int: ...
     @property
     def blake3(self) -> str: ...

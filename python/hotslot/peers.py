@@ -123,7 +123,7 @@ class PeerReader:
             adapter, generation = one.adapter, one.generation
         lease = client.lease(adapter, generation, self._tiers.peer_seconds + _LEASE_SECONDS)
         try:
-            told = _told(lease.header, address)
+            told = json.loads(lease.summary)
             if settings is not None:
                 check_settings(told, settings, address)
             return self._receive(client, address, lease, told, known, load, is_shown)
@@ -258,17 +258,6 @@ def exported(client: PeerClient) -> list[Exported]:
         PeerError: It could not be asked.
     """
     return [Exported(it.adapter, it.tier, it.nbytes, it.cache_id, it.layout_id, it.generation) for it in client.manifest().adapters]
-
-
-def _told(header: str, peer: str) -> dict[str, Any]:
-    """What a header says; a long one takes as long to read as some adapters to come, so it is read once."""
-    try:
-        told = json.loads(header)
-    except ValueError as error:
-        raise _peer_error(peer, "corrupt", f"its header is no JSON: {error}") from error
-    if not isinstance(told, dict):
-        raise _peer_error(peer, "corrupt", f"its header is a {type(told).__name__}; expected an object")
-    return told
 
 
 def check_settings(header: Mapping[str, Any], expected: PeftAdapterConfig | SlotConfig, peer: str) -> None:

@@ -183,13 +183,17 @@ impl PackedHeader {
         if json.len() > MAX_HEADER_BYTES {
             return Err(Error::packed("length of the header", json.len(), format!("at most {MAX_HEADER_BYTES}")));
         }
-        // The version first: what follows may mean something else in another.
         let not_read = |error: serde_json::Error| Error::packed("header", error, "a header as this version writes it");
-        let Version { format } = serde_json::from_slice(json).map_err(not_read)?;
-        if format != FORMAT {
-            return Err(Error::packed("format", format, format!("{FORMAT}")));
+        let other_format = |format: u32| Error::packed("format", format, format!("{FORMAT}"));
+        match serde_json::from_slice::<Self>(json) {
+            Ok(header) if header.contents.format != FORMAT => Err(other_format(header.contents.format)),
+            Ok(header) => Ok(header),
+            // What cannot be read may mean something else in another version.
+            Err(error) => match serde_json::from_slice(json).map_err(not_read)? {
+                Version { format } if format != FORMAT => Err(other_format(format)),
+                Version { .. } => Err(not_read(error)),
+            },
         }
-        serde_json::from_slice(json).map_err(not_read)
     }
 
     /// The header as JSON.

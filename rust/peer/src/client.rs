@@ -16,7 +16,7 @@ use crate::background::step_back;
 use crate::clock::Clock;
 use crate::connection::{Answer, Connection, TlsTarget};
 use crate::error::{PeerError, PeerErrorKind, Result, excerpt};
-use crate::facts::Facts;
+use crate::facts::{self, Facts};
 use crate::hashing::{HashQueue, Wrong};
 use crate::progress::Progress;
 use crate::receive::Landing;
@@ -89,6 +89,8 @@ pub struct Lease {
     pub base: Option<u64>,
     /// The header, letter for letter.
     pub header: String,
+    /// What it says of the adapter as a whole: an object of its `cache_id`, `base`, `config` and `extras`.
+    pub summary: String,
     /// What a transfer needs of the header.
     pub facts: Facts,
 }
@@ -236,6 +238,7 @@ impl PeerClient {
             return Err(corrupt("a lease without a number".to_owned()));
         }
         let facts = Facts::parse(reply.header.get()).map_err(corrupt);
+        let summary = facts::summary(reply.header.get()).map_err(corrupt);
         let ttl = Duration::try_from_secs_f64(reply.expires_in).map_err(|error| corrupt(error.to_string()));
         let lease = Lease {
             id: reply.lease,
@@ -245,6 +248,7 @@ impl PeerClient {
             base: reply.base,
             header: reply.header.get().to_owned(),
             facts: facts?,
+            summary: summary?,
         };
         match generation {
             Some(asked) if asked != lease.generation => {

@@ -1,6 +1,7 @@
 //! What a transfer must know of a packed adapter's header; the rest of it is opaque here.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 /// Length, digest and regions of a packed adapter, checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,6 +37,29 @@ struct RawRegion {
     offset: u64,
     len: u64,
     xxh3: String,
+}
+
+/// What is said of an adapter as a whole, letter for letter; null where nothing is.
+#[derive(Deserialize, Serialize)]
+struct Summary<'a> {
+    #[serde(borrow)]
+    cache_id: Option<&'a RawValue>,
+    #[serde(borrow)]
+    base: Option<&'a RawValue>,
+    #[serde(borrow)]
+    config: Option<&'a RawValue>,
+    #[serde(borrow)]
+    extras: Option<&'a RawValue>,
+}
+
+/// The `cache_id`, `base`, `config` and `extras` of a header, as JSON: without the pairs and regions, which are nearly all of it.
+///
+/// # Errors
+/// What is wrong with it: no JSON object.
+pub(crate) fn summary(header: &str) -> Result<String, String> {
+    let summary: Summary<'_> =
+        serde_json::from_str(header).map_err(|error| format!("a header that is not one: {error}"))?;
+    serde_json::to_string(&summary).map_err(|error| error.to_string())
 }
 
 impl Facts {
@@ -117,6 +141,18 @@ mod tests {
         for len in [0, 1, 9, 10, 11, 100] {
             let facts = Facts::of(&vec![3; len], 10);
             assert_eq!(Facts::parse(&facts.to_json()), Ok(facts));
+        }
+    }
+
+    #[test]
+    fn a_summary_has_the_letters_of_the_header() {
+        let header = r#"{"base": null, "config": {"r": 8, "lora_alpha": 16.0}, "pairs": [{"a": 0}], "extras": [ ], "cache_id": "hs1:0"}"#;
+        let expected = r#"{"cache_id":"hs1:0","base":null,"config":{"r": 8, "lora_alpha": 16.0},"extras":[ ]}"#;
+        assert_eq!(summary(header).as_deref(), Ok(expected));
+        let nothing = r#"{"cache_id":null,"base":null,"config":null,"extras":null}"#;
+        assert_eq!(summary("{}").as_deref(), Ok(nothing));
+        for bad in ["", "[1]", "7", &header[1..], &header.replace("base", "config")] {
+            assert!(summary(bad).is_err(), "{bad}");
         }
     }
 

@@ -93,6 +93,12 @@ impl PeerLease {
         &self.core.header
     }
 
+    /// The header's `cache_id`, `base`, `config` and `extras`, as JSON: a hundredth of its length.
+    #[getter]
+    fn summary(&self) -> &str {
+        &self.core.summary
+    }
+
     /// Bytes of its packed form.
     #[getter]
     fn nbytes(&self) -> u64 {
