@@ -352,9 +352,13 @@ def test_answers_are_those_of_transformers_and_peft(cluster: Cluster) -> None:
 
 
 def test_an_evicted_adapter_is_no_longer_counted_as_held(cluster: Cluster) -> None:
+    for name in "abcdef":  # all slots are full, whatever ran before
+        cluster.where(name)
     before = cluster.loads()
     home = cluster.where("g")
-    evicted = next(labels["adapter"] for labels, _ in cluster.samples("hotslot_evictions_total") if labels["replica"] == home)
+    evictions = cluster.samples("hotslot_evictions_total")
+    evicted = next((labels["adapter"] for labels, _ in evictions if labels["replica"] == home), None)
+    assert evicted is not None, (home, evictions, before, cluster.loads())
 
     def held() -> dict[str, set[str]]:
         found = cluster.samples("vllm:lora_requests_info")
