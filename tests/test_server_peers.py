@@ -186,6 +186,7 @@ def test_with_certificates_only_those_of_the_authority_are_served(home: Path, tm
         ({"peers": ("nonsense",)}, "not host:port"),
         ({"serve_peers": "nonsense"}, "expected HOST:PORT"),
         ({"serve_peers": "0.0.0.0:0"}, "nothing keeps strangers off"),
+        ({"serve_peers": "[::ffff:10.0.0.7]:0"}, "nothing keeps strangers off"),
         ({"peer_cert": "x"}, "belong together"),
         ({"serve_peers": "127.0.0.1:0", "peer_ca": __file__}, "served without TLS"),
         ({"peers": ("127.0.0.1:1",), "peer_cert": __file__, "peer_key": __file__}, "asked without TLS"),

@@ -198,6 +198,7 @@ class Settings:
 def _is_beyond_loopback(host: str) -> bool:
     """Whether a host is an address that others can reach; where a name leads is known when it is listened at."""
     try:
-        return not ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    return not (getattr(address, "ipv4_mapped", None) or address).is_loopback
